@@ -21,13 +21,13 @@ extensions = [
 ]
 exclude_patterns = ["package.md", "_extensions", "_static", "notebooks/.ipynb_checkpoints"]
 
-nb_execution_mode = "off"  # notebooks carry their outputs: notebooks/execute.py, and its test
+nb_execution_mode = "off"  # notebooks hold their outputs: see notebooks/execute.py and its test
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
-# Types in signatures that have no page here: other libraries', and what only our own code names.
+# Types in signatures that have no page here: other libraries' and those internal to our code.
 nitpick_ignore_regex = [("py:.*", ".*")]
 
 smartquotes = False  # --out stays --out

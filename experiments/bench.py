@@ -1,4 +1,4 @@
-"""What the benchmarks share: progress, the machine in words, ratios of rounds, table and file."""
+"""Shared by the benchmarks: progress, a description of the machine, ratios, tables and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSS_TOLERANCE = 1e-5  # relative, between two ways to compute the same step
 
 
 class LossesDiffer(Exception):
-    """What was timed does not compute the same thing."""
+    """The steps that were timed do not compute the same thing."""
 
 
 def describe_machine(*packages: str) -> dict:
@@ -50,11 +50,12 @@ def describe_machine(*packages: str) -> dict:
 def on_virtual_devices(
     count: int, measure: Callable[[dict], dict], show: Callable[[dict], None], *, path: str
 ) -> int:
-    """Measures on virtual CPU devices, shows the result and writes it to `path`: the exit status.
+    """Measure on virtual CPU devices, show the result and write it to `path`; returns the status.
 
-    measure: given the machine in words. 1 where it finds that losses differ: nothing is shown then.
+    measure: is given `describe_machine`'s dict. The status is 1 if it raises LossesDiffer; nothing
+    is shown then.
     """
-    import jax  # not at the top: bench_peers.py is to leave all cores to the trainers it starts
+    import jax  # not at the top: bench_peers.py must leave all cores to the trainers it starts
 
     check_path(path)
     machine, program = describe_machine("jax", "jaxlib"), Path(sys.argv[0]).name
@@ -81,7 +82,7 @@ def measured_on(machine: dict) -> str:
 
 
 def load_notes(machine: dict) -> list[str]:
-    """A warning where other programs were running when this one began; else nothing."""
+    """A warning if other programs were running when this one began; otherwise nothing."""
     if machine["load_at_start"] <= 0.5 * machine["cores"]:
         return []
     return [
@@ -91,14 +92,14 @@ def load_notes(machine: dict) -> list[str]:
 
 
 def speed_up(base_s: Sequence[float], row_s: Sequence[float]) -> float:
-    """How many times faster than `base` a row is, round by round: the median of the ratios within
-    a round, since what slows the machine down slows neighbours in time alike."""
+    """How many times faster than `base` a row is: the median over rounds of the ratio within a
+    round, since a slow machine slows steps that run close together alike."""
     return statistics.median(base / row for base, row in zip(base_s, row_s, strict=True))
 
 
 def differing(losses: dict[str, float]) -> str:
-    """The first of these names whose loss is not that of the first of all, to `LOSS_TOLERANCE`, in
-    words; "" where all agree. A loss that is no number agrees with nothing."""
+    """A description of the first loss that differs from the very first by more than
+    `LOSS_TOLERANCE`; "" if all agree. NaN agrees with nothing."""
     first, *others = losses
     for name in others:
         if not abs(losses[name] - losses[first]) <= LOSS_TOLERANCE * abs(losses[first]):
@@ -107,7 +108,7 @@ def differing(losses: dict[str, float]) -> str:
 
 
 class Work:
-    """Says on stderr what is being done: a bar in a terminal, a line each elsewhere."""
+    """Shows on stderr what is being done: a bar in a terminal, otherwise a line per part."""
 
     def __init__(self, total: int):
         console = Console(stderr=True)
@@ -126,7 +127,7 @@ class Work:
         self._bar.stop()
 
     def begin(self, what: str) -> None:
-        """The next of the `total` parts starts."""
+        """Start the next of the `total` parts."""
         self._bar.update(self._task, description=what, completed=self._begun)
         self._begun += 1
         if self._bar.disable:
@@ -143,13 +144,13 @@ def print_table(title: str, table: Table, notes: Iterable[str]) -> None:
 
 
 def check_path(path: str) -> None:
-    """UserError where `path` lies in no directory: better now than after minutes of work."""
+    """UserError if `path` is in no existing directory: better now than after minutes of work."""
     if path and not Path(path).absolute().parent.is_dir():
         raise UserError(f"cannot write {path}: there is no directory {Path(path).parent}")
 
 
 def write_json(path: str, result: dict) -> None:
-    """The result as JSON; nothing where `path` is empty."""
+    """Write the result as JSON; nothing is written if `path` is empty."""
     if not path:
         return
     try:

@@ -1,13 +1,13 @@
-"""Checkpoints against the disk: saving and restoring next to a plain sequential write and read.
+"""Checkpoints against the disk: saving and restoring beside a plain sequential write and read.
 
     python -m experiments.bench_checkpoint --directory /scratch --gb 1
 
-The same bytes, on the same disk, in one run. Every write ends with fsync and replaces the file of
-the one before; before every read the files are dropped from the page cache. A disk that is shared
-pays back what it lent: a gigabyte right after another can take three times as long. So every round
-has another order, each comes first as often as the others, and medians are shown. `delay` is how
-long the training loop waits for a save to begin: the copy of the state to the host. At the end a
-matrix product on all devices is timed alone and while a checkpoint is written.
+The same bytes, on the same disk, in one run. Every write ends with fsync and replaces the previous
+file; before every read the files are dropped from the page cache. A shared disk slows down after a
+burst: a gigabyte right after another can take three times as long. So every round has a different
+order, each way comes first as often as the others, and medians are shown. `delay` is how long the
+training loop waits for a save to begin: the copy of the state to the host. At the end a matrix
+product is timed alone and while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mtx.errors import UserError
 from mtx.launch.start import use_virtual_devices
 
 _SLICE_BYTES = 16 << 20  # of the plain write and read
-_REST_S = 0.5  # for memory that is given back in the background
+_REST_S = 0.5  # pause in which memory is freed in the background
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Checkpoints against the disk: saving and restoring next to a plain write and read."""
+    """Checkpoints against the disk: saving and restoring beside a plain write and read."""
 
     directory: str = tempfile.gettempdir()  # where to write
     gb: float = 1.0  # size of the state
     rounds: int = 6  # orders of writing and of reading: a multiple of 6 is fair to all
-    devices: int = 4  # virtual CPU devices, where no GPU
+    devices: int = 4  # virtual CPU devices, if there is no GPU
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,7 +136,7 @@ def restore(checkpoints, trainer):
 
 
 def beside(checkpoints, trainer, state) -> None:
-    """A step's time alone, and while a save goes on."""
+    """Time a matrix product alone, and while a save is in progress."""
     import jax
     import jax.numpy as jnp
 
@@ -176,7 +176,7 @@ def read_plain(path: Path) -> None:
 
 
 def drop(*paths: Path) -> None:
-    """Out of the page cache."""
+    """Drop the files from the page cache."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())

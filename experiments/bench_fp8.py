@@ -7,11 +7,11 @@ delayed scaling, from the same parameters with the same batches: text of a rando
 the next token depends on the two before it. Then a table:
 
 loss      mean of the last tenth of the steps
-off by    from that of bfloat16
+off by    its relative difference from bfloat16's
 held out  the loss of 64 batches that come after those of training
-apart     the most that the loss of one batch differs, relatively, between the trained parameters on
-          one device and on the other layouts (virtual CPU devices), computed in float32 so that it
-          is float8's share alone
+apart     the largest relative difference of one batch's loss with the trained parameters, between
+          one device and the other layouts (virtual CPU devices), computed in float32 so that it is
+          due to float8 alone
 
 Expected time: ten minutes on two idle cores.
 Expected result: within 0.25 % of bfloat16 after 500 steps; layouts within 1e-5.
@@ -83,7 +83,7 @@ class Options:
 
 
 def batches(options: Options, count: int):
-    """Of a grammar: each pair of tokens has eight that may follow, at odds of its own."""
+    """Batches of a grammar: each pair of tokens has eight possible successors, at its own odds."""
     random = np.random.default_rng(0)
     following = random.integers(0, 256, (256, 16, 8))
     odds = random.dirichlet(np.full(8, 0.5), (256, 16)).cumsum(axis=-1)

@@ -2,22 +2,22 @@
 
     python experiments/bench_generate.py
 
-writes on from random prompts with preset bench-s at S=1024, greedily, on several layouts of virtual
-CPU devices (0 devices: the machine's own, on GPUs perhaps). Every way writes the same tokens, or
+continues random prompts greedily with preset bench-s at S=1024, on several layouts of virtual CPU
+devices (--devices 0: the machine's own, such as GPUs). Unless every way writes the same tokens,
 nothing is printed. Then a table:
 
 whole     each token by a pass over all S positions: what `Trainer.predict` does
 read      by a pass over the text, its length rounded up to a power of two
-kept      by a pass over one position a text, keys and values kept
-floor     for `kept`, the time to read the parameters and what is kept once, at the rate at which
-          all devices together sum a large array, measured in the same run; of the parameters every
-          replica reads its own
+kept      by a pass over one position per text, with keys and values kept
+floor     for `kept`, the time to read the parameters and the kept keys and values once, at the rate
+          at which all devices together sum a large array, measured in the same run; every replica
+          reads its own parameters
 
-Tokens a second are those of all texts together, the median of the tokens after the first two.
+Tokens a second count all texts together: the median of the tokens after the first two.
 
 Expected time: five minutes on two idle cores.
 Expected result: `kept` is more than ten times as fast as `read`, and takes up to about twice its
-floor on one device. Virtual devices that share cores only add to it: each stage waits its turn.
+floor on one device. Virtual devices that share cores only add time: each stage waits its turn.
 
     python experiments/bench_generate.py --devices 0 --layouts 1x1x1 --preset gpt-345m --rows 32
 """
@@ -54,10 +54,10 @@ _SUMMED_BYTES = 256 * _MIB  # beyond any cache
 class Options:
     """Compares ways to write, in tokens a second, on one model and several layouts."""
 
-    preset: str = "bench-s"  # whose model is taken
+    preset: str = "bench-s"  # its model is used
     sequence: int = 1024  # S
     rows: int = 8  # texts at once
-    prompt: int = 256  # tokens of the longest one; they have all lengths from half of it on
+    prompt: int = 256  # tokens of the longest one; lengths range from half of it up
     tokens: int = 12  # written after each prompt, by each way
     layouts: str = "1x1x1,2x1x1,1x2x1,1x1x2,1x4x1"  # data x pipe x tensor
     devices: int = 4  # virtual CPU devices; 0: the machine's own
@@ -89,7 +89,7 @@ class Options:
 
 
 class TextsDiffer(Exception):
-    """Two ways have not written the same."""
+    """Two ways wrote different texts."""
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Whole:
 
 
 class Read:
-    """By a pass over each text, with parameters at hand in the compute type."""
+    """Every token by a pass over each text, with parameters already in the compute type."""
 
     def __init__(self, trainer: Trainer, state: TrainState, options: Options):
         self.decoder = Decoder(trainer, state, vocab=trainer.run.model.vocab)
@@ -135,7 +135,7 @@ class Read:
 
 
 class KeptAlong(Read):
-    """By a pass over one position of each text, after a first one over all of them."""
+    """Every token by a pass over one position of each text, after a first pass over all of them."""
 
     def __call__(self, texts: list[list[int]]) -> list[int]:
         if not self.decoder.kept_bytes:
@@ -162,7 +162,7 @@ def write(way: Whole, prompts: list[list[int]], tokens: int) -> tuple[list[list[
 
 
 def measure_layout(run: RunConfig, layout: Layout, options: Options) -> dict:
-    """One line of the table, but for its floor."""
+    """One line of the table, without its floor."""
     random = np.random.default_rng(0)
     lengths = np.linspace(options.prompt / 2, options.prompt, options.rows).astype(int)
     prompts = [random.integers(0, run.model.vocab, max(1, n)).tolist() for n in lengths]
@@ -216,7 +216,7 @@ def table_of(result: dict) -> Table:
     ):  # fmt: skip
         table.add_column(header, justify="right", no_wrap=True)
     for row in result["rows"]:
-        # The first token waits for the compiler, and for `kept` the second one does.
+        # The first token waits for the compiler, and for `kept` the second one does too.
         token_s = {name: statistics.median(s[2:]) for name, s in row["seconds"].items()}
         rates = {name: result["options"]["rows"] / s for name, s in token_s.items()}
         table.add_row(

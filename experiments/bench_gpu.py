@@ -1,19 +1,19 @@
-"""What one NVIDIA GPU makes of mtx: rates, layers and steps, and the planner's estimates.
+"""mtx on one NVIDIA GPU: rates, layers and steps, measured beside the planner's estimates.
 
     python experiments/bench_gpu.py
 
-measures on the first GPU of this machine; without one it says so, and ends with status 0. Parts:
+measures on the first GPU of this machine; without one it says so and exits with status 0. Parts:
 
-parity    loss and gradients of small models on the GPU, in ways that differ, from those of the CPU
-rates     matmuls of GPT's layers, attention, memory: measured, and what the planner takes them for
-layers    steps of a few layers as one device of a tensor-parallel group has them, plain and woven:
-          measured, by the timeline of the compiled program, and compiled without the GPU
+parity    loss and gradients of small models on the GPU, plain and woven, against the CPU's
+rates     matmuls of GPT's layers, attention, memory: measured, and as the planner estimates them
+layers    steps of a few layers, sharded as on one device of a tensor-parallel group, plain and
+          woven: measured, estimated by the compiled program's timeline, and compiled without a GPU
 steps     GPT-2 345M and GPT 1.3B with AdamW, plain and woven
-torch     the same models and batches by PyTorch, as well as torch.compile makes them
-pipeline  what the table's scan costs beside a plain loop that adds up gradients
-options   steps without one of XLA's options that mtx sets
+torch     the same models and batches in PyTorch, with torch.compile
+pipeline  the cost of the scan over a table, beside a plain loop that adds up gradients
+options   steps with another value of one of the XLA options that mtx sets
 
-Expected time: twelve minutes on an H100, of which two thirds are compilation.
+Expected time: twelve minutes on an H100, two thirds of it compilation.
 
     python experiments/bench_gpu.py --parts rates layers --json gpu.json --keep programs
 """
@@ -53,8 +53,8 @@ Part = Literal["parity", "rates", "layers", "steps", "torch", "pipeline", "optio
 PARTS: tuple[Part, ...] = typing.get_args(Part)
 _TORCH = Path(__file__).resolve().parent / "peers" / "torch_gpu.py"
 _GIB = 2**30
-_STEPS = 5  # timed, after two that are not
-_CALLS = 20  # of one matmul in a row, timed together
+_STEPS = 5  # timed, after two untimed ones
+_CALLS = 20  # of one function in a row, timed together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +63,33 @@ class Options:
 
     parts: tuple[Part, ...] = PARTS
     json: str = ""  # a file for the result
-    keep: str = ""  # a folder for the compiled programs and the traces of a step of each
+    keep: str = ""  # a folder for the compiled programs and a trace of one step of each
     tiny: bool = False  # sizes that a CPU can run, to try this program itself
-    limit_s: int = 300  # of one part, which is then ended
+    limit_s: int = 300  # for one part, which is then stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(GPT):
-    """The part of a GPT that one of `shards` devices over `tensor` has, as a model: heads and ffn
-    are the device's, hidden is the model's."""
+    """One device's shard of a GPT that is split over `shards` devices of `tensor`, as a model:
+    heads and ffn are the device's, hidden is the whole model's."""
 
     shards: int = 1
 
     @property
     def head_size(self) -> int:
-        """K: of the whole model, whose heads are `shards` times as many."""
+        """K, as in the whole model, which has `shards` times as many heads."""
         return self.hidden // (self.heads * self.shards)
 
 
 def shard(hidden: int, heads: int, shards: int, *, layers: int, **rest) -> Shard:
-    """A few layers of that part."""
+    """A `Shard` of a few layers."""
     return Shard(
         layers=layers, hidden=hidden, heads=heads // shards, ffn=4 * hidden // shards,
         shards=shards, **{"sequence": 2048, "vocab": 8192} | rest,
     )  # fmt: skip
 
 
-# -- what is measured ------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Case:
 
 
 def layer_cases(tiny: bool) -> list[Case]:
-    """SC'21, table 1: 175B, 7.5B and 1.7B, on as many devices over `tensor` as there."""
+    """175B, 7.5B and 1.7B of SC'21, table 1, on the same numbers of devices over `tensor`."""
     if tiny:
         shards = [("tiny / 2", shard(64, 4, 2, layers=2, sequence=64, vocab=256), 1)]
     else:
@@ -155,9 +155,9 @@ def _changed(case: Case, name: str, **fields) -> Case:
 def measure_step(
     case: Case, *, card: Hardware, keep: str, pipeline: Callable | None = None, aot: bool = False
 ) -> dict:
-    """A row: the step compiled and timed, what the timeline of its program says, and its memory.
+    """Compile and time a step; returns a row with its times, its program's timeline and its memory.
 
-    pipeline: what takes the place of the trainer's; aot: compile it without the GPU too.
+    pipeline: makes a replacement of the trainer's; aot: also compile it without the GPU.
     """
     import jax
 
@@ -195,7 +195,7 @@ def measure_step(
     row["mfu"] = flops / row["step_s"] / card.peak_flops(case.run.model.compute_dtype)
     row["tokens_s"] = case.run.global_batch * case.run.model.sequence / row["step_s"]
     stats = jax.devices()[0].memory_stats() or {}
-    row["peak_gib"] = stats.get("peak_bytes_in_use", 0) / _GIB  # of all rows so far
+    row["peak_gib"] = stats.get("peak_bytes_in_use", 0) / _GIB  # over all rows so far
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             state, metrics = jax.block_until_ready(step(state, batch))
@@ -212,7 +212,7 @@ def measure_step(
 
 
 def _compile_without(run: RunConfig, card: Hardware) -> int:
-    """Bytes of the temporaries of the same step, compiled for the card as if it were not there."""
+    """Bytes of temporaries of the same step, compiled for the card without using it."""
     from mtx.compile.compiler import Compiler
     from mtx.compile.step import mesh_of
     from mtx.step.trainer import Trainer
@@ -254,7 +254,7 @@ def kernel_seconds(trace: Path) -> dict[str, float]:
 
 
 def _by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Their seconds by `kind_of_kernel`."""
+    """Seconds by `kind_of_kernel`, of kernels given as (name, seconds)."""
     seconds: dict[str, float] = {}
     for name, taken in kernels:
         kind = kind_of_kernel(name)
@@ -263,7 +263,7 @@ def _by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def kind_of_kernel(name: str) -> str:
-    """What a GPU's kernel does, by its name."""
+    """What a GPU kernel does, judging by its name."""
     name = name.lower()
     if any(part in name for part in ("sdpa", "fmha", "flash")):
         return "attention"
@@ -308,7 +308,7 @@ def measure_parity(options: Options, card: Hardware) -> Iterator[dict]:
             trainer = Trainer(run, mesh=_one(layout, devices))
             try:
                 loss, gradients = trainer.loss_and_gradients(trainer.state_from(params), batch)
-            except Exception as error:  # a row of the table says what a family fails with
+            except Exception as error:  # the table's row shows the error of a family that fails
                 found[way] = f"{type(error).__name__}: {str(error)[:160]}"
                 continue
             leaves = [np.asarray(a, np.float64) for a in jax.tree.leaves(gradients)]
@@ -323,7 +323,7 @@ def _one(layout: Layout, devices):
 
 
 def _off(found, reference) -> Any:
-    """(relative difference of the loss, of the gradients' norm of differences)"""
+    """(relative difference of the loss, norm of the gradients' difference over their norm)"""
     if isinstance(found, str) or isinstance(reference, str):
         return found if isinstance(found, str) else reference
     (loss, gradients), (base, exact) = found, reference
@@ -333,7 +333,7 @@ def _off(found, reference) -> Any:
 
 
 def _small(model: ModelConfig) -> ModelConfig:
-    """Small, in sizes that the GPU's kernels take."""
+    """A small version of the model, in sizes that the GPU's kernels accept."""
     from mtx.certify.small import small_model
 
     sizes = {"hidden": 256, "sequence": 64, "head_dim": 32, "ffn": 128, "expert_ffn": 64,
@@ -344,7 +344,7 @@ def _small(model: ModelConfig) -> ModelConfig:
 
 
 def measure_rates(options: Options, card: Hardware) -> Iterator[dict]:
-    """Matmuls as a layer has them, attention and a copy."""
+    """Rates of a layer's matmuls, of attention and of a copy."""
     import jax
     import jax.numpy as jnp
 
@@ -471,7 +471,7 @@ def measure_pipeline(options: Options, card: Hardware) -> Iterator[dict]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainLoop:
-    """In a pipeline's place: a loop over microbatches that adds up autodiff's gradients, of one
+    """Replaces a pipeline by a loop over microbatches that adds up autodiff's gradients, for one
     stage with one chunk of layers of one kind."""
 
     model: Any
@@ -505,7 +505,7 @@ class PlainLoop:
 
         def layer(stream, weights_and_n):
             weights, n = weights_and_n
-            weights = jax.tree.map(_in_its_type, weights)  # one by one, or the loop has float32
+            weights = jax.tree.map(_in_its_type, weights)  # per layer, or the loop has float32
             return {"x": self.model.layer("block", weights, stream, context(n))["x"]}, None
 
         def shared():
@@ -520,8 +520,8 @@ class PlainLoop:
 
 
 def _in_its_type(weight):
-    """The same, with a gradient of its type, as autodiff's loops ask for: matmuls here give
-    float32."""
+    """The weight itself, with its gradient cast to its type, as autodiff's loops require: matmuls
+    here give float32."""
     import jax
 
     dtype = weight.dtype
@@ -543,7 +543,7 @@ def measure_options(options: Options, card: Hardware) -> Iterator[dict]:
 
 @contextmanager
 def _option(name: str, value) -> Iterator[None]:
-    """Steps compiled meanwhile have another value of one of XLA's options."""
+    """Compile steps in this context with another value of one of XLA's options."""
     from mtx.step import xla
 
     before = xla.GPU
@@ -562,11 +562,11 @@ MEASURES: dict[Part, Callable[[Options, Hardware], Iterator[dict]]] = {
     "options": measure_options,
 }  # fmt: skip
 
-# -- saying it -------------------------------------------------------------------------------------
+# -- printing --------------------------------------------------------------------------------------
 
 
 def table_of(part: Part, rows: Sequence[dict]) -> Table:
-    """The rows of one part."""
+    """A table of one part's rows."""
     table = Table(box=None, pad_edge=False)
     table.add_column(part)
     names = {
@@ -633,7 +633,7 @@ def notes_of(part: Part, rows: Sequence[dict]) -> list[str]:
 
 
 def measure(part: Part, options: Options) -> list[dict]:
-    """The rows of one part, in this process. What fails is a row that says so."""
+    """Measure one part in this process and print each row; a failure is printed as a row too."""
     import jax
 
     kind = jax.devices()[0].device_kind
@@ -651,7 +651,7 @@ def measure(part: Part, options: Options) -> list[dict]:
 
 
 def in_own_process(part: Part, options: Options) -> list[dict]:
-    """The rows of one part, in a process that leaves the card's memory free afterwards."""
+    """Rows of one part, from a separate process, so that the card's memory is free afterwards."""
     arguments = [sys.executable, __file__, "--parts", part, "--keep", options.keep]
     arguments += ["--tiny"] if options.tiny else []
     environment = os.environ | {_INNER: "1"}
@@ -670,7 +670,7 @@ _INNER = "MTX_BENCH_GPU_PART"
 
 
 def devices_of_gpu() -> str:
-    """What JAX calls the first GPU here; "" where there is none. Asked in a process of its own."""
+    """JAX's name of the first GPU here; "" if there is none. A separate process looks it up."""
     code = "import jax; print(jax.devices('gpu')[0].device_kind)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else ""

@@ -1,8 +1,8 @@
 """How long a training step waits for its batch, with and without reading ahead.
 
-Writes a dataset of random documents, reads it as a run at `--rate` tokens a second would, a step's
-computation being a sleep, and prints the time that a step spends in the loader: mean, worst, and
-share of the step. Then the rates at which batches can be had at all.
+Writes a dataset of random documents, reads it as a run at `--rate` tokens a second would, with a
+sleep for a step's computation, and prints the time that a step spends in the loader: mean, worst,
+and share of the step. Then it prints the highest rates at which batches can be read.
 
     python experiments/bench_loader.py
     python experiments/bench_loader.py --path 0.7 corpus_text_document 0.3 code_text_document
@@ -33,7 +33,7 @@ from mtx.errors import UserError
 class Options:
     """Time in the loader for each step, with and without reading ahead."""
 
-    path: tuple[str, ...] = ()  # as data.path; empty: random documents, written for the occasion
+    path: tuple[str, ...] = ()  # as data.path; empty: random documents, written for this run
     tokenizer: str = "bytes"  # as data.tokenizer, of `path`
     tokens: int = 200_000_000  # of the random documents
     sequence: int = 2048
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Seconds that each step has waited for its batch."""
+    """Seconds that each step waited for its batch."""
 
     name: str
     step_s: float  # of the computation
@@ -53,7 +53,7 @@ class Waits:
 
     @property
     def share(self) -> float:
-        """Of the whole step's time."""
+        """Waiting, as a share of the whole step's time."""
         mean = statistics.mean(self.waits_s)
         return mean / (mean + self.step_s)
 
@@ -107,7 +107,7 @@ def measure(corpus: Corpus, options: Options) -> list[Waits]:
 
 
 def rate_of(corpus: Corpus, options: Options, threads: int) -> float:
-    """Tokens a second, read one batch after the other without any step between."""
+    """Tokens a second if batches are read one after the other, with no steps in between."""
     batches = None if threads else _read_now(corpus, options.global_batch)
     with _opened(batches, corpus, options.global_batch) as batches:
         next(batches)
@@ -136,7 +136,7 @@ def _read_now(corpus: Corpus, rows: int) -> Iterator[dict[str, np.ndarray]]:
 
 @contextmanager
 def _dataset(options: Options) -> Iterator[tuple[str, ...]]:
-    """The names that the user gave, or one of a dataset that is there as long as it is used."""
+    """The names that the user gave, or that of a dataset that exists only within this context."""
     if options.path:
         yield options.path
         return

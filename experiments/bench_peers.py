@@ -1,4 +1,4 @@
-"""Our pipeline and PyTorch's, Megatron's, JaxPP's: the same model on the same cores, in turn.
+"""Our pipeline beside PyTorch's, Megatron's and JaxPP's: same model and cores, in turn.
 
     python experiments/bench_peers.py
 
@@ -9,11 +9,11 @@ before the next begins. Nothing else should run: on a busy machine the ratios me
 that are not installed are left out. JaxPP may need another JAX than ours: --jaxpp-python names the
 interpreter of an environment that has both (peers/jaxpp_pipeline.py says which).
 
-Expected time: fifteen minutes on two idle cores, and with JaxPP, which compiles for long, twice as
-many; with --rounds 1 --torch 1f1b two and a half.
+Expected time: fifteen minutes on two idle cores, twice as long with JaxPP, which is slow to
+compile; two and a half minutes with --rounds 1 --torch 1f1b.
 Expected result: torch, ours and JaxPP with our JAX are level, within the machine's noise (10 to
-30 %); Megatron, and JaxPP with an older JAX, are behind. With more stages than cores no schedule
-gains: the bubble of one process is another's time.
+30 %); Megatron, and JaxPP with an older JAX, are slower. With more stages than cores no schedule
+gains: others use the cores during the bubble of one process.
 
     python experiments/bench_peers.py --rounds 5 --torch 1f1b interleaved --json peers.json
 """
@@ -58,7 +58,7 @@ MegatronSchedule = Literal["1f1b", "interleaved"]
 JaxppSchedule = Literal["1f1b", "eager", "zero_bubble", "interleaved", "dualpipev"]
 Side = Literal["mtx", "torch", "megatron", "jaxpp"]
 OurRow = Literal["none", "1f1b", "interleaved", "interleaved_selective"]
-OURS: dict[OurRow, dict] = {  # changes of the preset's layout
+OURS: dict[OurRow, dict] = {  # changes to the preset's layout
     "none": {"pipe": 1},
     "1f1b": {},
     "interleaved": {"virtual": 2},
@@ -84,9 +84,9 @@ class Options:
     """Times our pipeline, torch.distributed.pipelining, Megatron-Core and JaxPP in turn."""
 
     rounds: int = 3  # each starts every trainer once
-    steps: int = 4  # timed, in every round
-    warmup: int = 2  # steps before them
-    stages: int = 4  # of the pipelines; with as many as there are cores, each has one to itself
+    steps: int = 4  # timed in every round
+    warmup: int = 2  # untimed steps before them
+    stages: int = 4  # of the pipelines; with a core for each, no stage has to share one
     torch: tuple[TorchSchedule, ...] = ("none", "1f1b", "interleaved", "interleaved_zb", "zbv")
     megatron: tuple[MegatronSchedule, ...] = ("1f1b", "interleaved")
     jaxpp: tuple[JaxppSchedule, ...] = ("1f1b", "zero_bubble", "interleaved", "dualpipev")
@@ -107,7 +107,7 @@ class Options:
 
 @dataclass(kw_only=True)
 class Trained:
-    """One trainer, and what its processes printed, a record a round."""
+    """One trainer and the records that its processes printed, one per round."""
 
     side: Side
     schedule: str
@@ -124,15 +124,15 @@ class Trained:
 
 
 class TrainerFailed(Exception):
-    """A process ended with another status than 0, or not in time."""
+    """A process exited with a status other than 0, or did not end in time."""
 
 
-# --- our side, in a process of its own ------------------------------------------------------------
+# --- our side, in its own process -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class OurOptions:
-    """The process that this script starts for a row of ours: prints a line of JSON."""
+    """For the process that this script starts for one of our rows, which prints a line of JSON."""
 
     ours: OurRow
     stages: int
@@ -145,7 +145,7 @@ def our_layout(name: str, stages: int) -> Layout:
 
 
 def train_ours(options: OurOptions) -> dict:
-    """Trains on virtual devices; the record has the fields of torch_pipeline.py's."""
+    """Train on virtual devices; the record returned has the same fields as torch_pipeline.py's."""
     from bench_pipeline import Training, random_batch
 
     run = replace(preset("bench-s"), layout=our_layout(options.ours, options.stages))
@@ -176,7 +176,7 @@ def interpreter_of(side: Side, options: Options) -> str:
 
 
 def is_installed(side: Side, options: Options) -> bool:
-    """Whether a side's interpreter has its package. UserError for one named that has it not."""
+    """Whether a side's interpreter has its package. UserError if one that was named lacks it."""
     python = interpreter_of(side, options)
     if python == sys.executable:
         return importlib.util.find_spec(side) is not None
@@ -191,7 +191,7 @@ def is_installed(side: Side, options: Options) -> bool:
 
 
 def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
-    """Who takes part, in turn: ours, and of the others those that are installed."""
+    """All trainers in the order in which they run, sides alternating: ours and installed peers."""
     counts = [
         *("--stages", f"{options.stages}"),
         *("--steps", f"{options.steps}", "--warmup", f"{options.warmup}"),
@@ -204,7 +204,7 @@ def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
     schedules = {"torch": options.torch, "megatron": options.megatron, "jaxpp": options.jaxpp}
     for side, names in schedules.items():
         if side in installed:
-            one_process = side == "jaxpp"  # the others are to end all of theirs in time
+            one_process = side == "jaxpp"  # the others have to end all their processes in time
             sides.append([
                 Trained(
                     side=side,
@@ -222,7 +222,7 @@ def trainers(options: Options, installed: Collection[Side]) -> list[Trained]:
 
 
 def run_once(command: list[str], timeout_s: float, python: str = sys.executable) -> dict:
-    """The record that a trainer prints as its last line. TrainerFailed says what it said."""
+    """The record that a trainer prints as its last line. TrainerFailed quotes its last error."""
     root = str(Path(mtx.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
@@ -239,8 +239,8 @@ def run_once(command: list[str], timeout_s: float, python: str = sys.executable)
 
 
 def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
-    """Fills in the rows' records. Returns those that failed, with the reason: a peer's schedule
-    that its version does not run is left out. TrainerFailed where one of ours fails."""
+    """Fill in the rows' records. Returns the rows that failed, with the reason: a peer's schedule
+    that its version cannot run is left out. TrainerFailed if one of ours fails."""
     failed: dict[str, str] = {}
     with bench.Work(options.rounds * len(rows)) as work:
         for number in range(1, options.rounds + 1):
@@ -249,7 +249,7 @@ def run_rounds(rows: Sequence[Trained], options: Options) -> dict[str, str]:
                 if row.name in failed:
                     continue
                 try:
-                    # torch's own time limit comes first, since it ends all of its processes
+                    # torch's own time limit comes first, since it ends all its processes
                     record = run_once(row.command, options.timeout_s + 30, row.python)
                     row.records.append(record)
                 except TrainerFailed as error:
@@ -276,13 +276,13 @@ def check_losses(rows: Sequence[Trained], vocab: int) -> None:
                 )
 
 
-# --- saying it ------------------------------------------------------------------------------------
+# --- printing -------------------------------------------------------------------------------------
 
 
 def result_of(
     rows: Sequence[Trained], failed: dict[str, str], *, options: Options, machine: dict
 ) -> dict:
-    """All that was measured as plain data, from which the table is made."""
+    """All measurements, as plain data from which the table is made."""
     medians = {row.name: [statistics.median(step_s) for step_s in row.step_s()] for row in rows}
     base = medians.get(BASELINE)
     result_rows = []

@@ -2,21 +2,21 @@
 
     python experiments/bench_pipeline.py
 
-trains preset bench-s (8.5 million parameters, float32) on four virtual CPU devices in every way:
-1F1B and interleaved 1F1B as ours run them, GPipe from the same program, GPipe and the circular
-order by autodiff through the forward scan, and one device without a pipeline, which adds up the
-gradients of the microbatches. All start from the same parameters with the same batch; unless the
-losses of every step agree to 1e-5, nothing is printed. Then a table:
+trains preset bench-s (8.5 million parameters, float32) on four virtual CPU devices in several ways:
+our 1F1B and interleaved 1F1B, GPipe by the same program, GPipe and the circular order by autodiff
+through the forward scan, and one device without a pipeline, which adds up the gradients of the
+microbatches. All start from the same parameters with the same batch; unless the losses of every
+step agree to 1e-5, nothing is printed. Then a table:
 
 MiB       temporary memory of one device's step by XLA's analysis, at m, 4m and 16m
           microbatches (compiled, not run)
-step      seconds of a step; all rows take a step in turn, so that drift hits them alike
+step      seconds of a step; all rows take a step in turn, so that drift affects them alike
 speed-up  over GPipe by autodiff, at equal recomputation
-GFLOP     matmuls that all devices execute in a step, in idle halves too where they compute
+GFLOP     matmuls that all devices execute in a step, including idle halves if those compute
 
 Expected time: six minutes on two idle cores, half of it compiling; with --quick two.
-Expected result: memory of our 1F1B does not grow with m, that of autodiff does. Ours are faster, by
-the idle ticks that autodiff computes and throws away, and where those are skipped by more.
+Expected result: the memory of our 1F1B does not grow with m; autodiff's does. Ours are faster, by
+the idle ticks that autodiff computes and throws away, and by more if they skip idle ticks.
 
     python experiments/bench_pipeline.py --recompute full --steps 10 --json bench.json
     python experiments/bench_pipeline.py --memory-only --stages 2 --virtual 4
@@ -56,9 +56,9 @@ _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 class Options:
     """Compares memory and time of our pipelines and of autodiff's, on one model."""
 
-    preset: str = "bench-s"  # whose model, microbatch size and optimizer are taken
-    stages: int = 4  # p, a virtual CPU device each
-    virtual: int = 2  # v of the interleaved and circular rows; with 1 there are none
+    preset: str = "bench-s"  # its model, microbatch size and optimizer are used
+    stages: int = 4  # p, one virtual CPU device each
+    virtual: int = 2  # v of the interleaved and circular rows; 1 leaves these rows out
     microbatches: int = 8  # m
     steps: int = 5  # timed rounds
     recompute: Literal["none", "full"] = "none"  # within a block, in all rows
@@ -77,7 +77,7 @@ class Options:
 
     @property
     def memory_microbatches(self) -> tuple[int, ...]:
-        """The m at which memory is compared."""
+        """Values of m at which memory is compared."""
         return tuple(self.microbatches * times for times in ((1,) if self.quick else (1, 4, 16)))
 
 
@@ -101,14 +101,14 @@ class Pipelined:
         return trainer
 
     def ticks(self, trainer: Trainer) -> int:
-        """Ticks of a step; autodiff goes through those of the F halves, and back."""
+        """Ticks of a step; autodiff runs all ticks up to the last F, and then as many backward."""
         if self.autodiff:
             return 2 * (int(trainer.schedule.forward_ticks.max()) + 1)
         return trainer.schedule.ticks
 
     def matmul_flops(self, model: ModelConfig, microbatches: int) -> float:
-        """Of one step, all devices. Autodiff computes F in every tick of the way there and B in
-        every tick of the way back, as our program does with GPipe's table in phases."""
+        """FLOPs of one step's matmuls on all devices. Autodiff computes F in every forward tick and
+        B in every backward tick, as our program does with GPipe's table in phases."""
         layout = self.layout
         if self.autodiff:
             layout = replace(layout, schedule="gpipe", idle="phases")
@@ -117,7 +117,7 @@ class Pipelined:
 
 
 def pipelines(options: Options, microbatch: int) -> list[Pipelined]:
-    """The rows of the table, in its order. The first is the one that the floor is held against."""
+    """The rows of the table, in order. The floor is that of the first."""
     v = options.virtual
     one = Layout(pipe=options.stages, microbatch=microbatch, recompute=options.recompute)
     many = replace(one, virtual=v)
@@ -139,7 +139,7 @@ def pipelines(options: Options, microbatch: int) -> list[Pipelined]:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What is known of a row; times and losses are those of m microbatches."""
+    """The measurements of a row; times and losses are those of m microbatches."""
 
     pipeline: Pipelined
     ticks: int
@@ -176,7 +176,7 @@ def random_batch(model: ModelConfig, rows: int) -> dict[str, np.ndarray]:
 def compile_row(
     row: Pipelined, run: RunConfig, options: Options, work: bench.Work
 ) -> tuple[Measured, Callable, Trainer]:
-    """The row compiled for every number of microbatches; its step and trainer are those of m."""
+    """Compile the row for every number of microbatches; returns the step and trainer of m."""
     steps, trainers, temp_mib, seconds = {}, {}, {}, {}
     for microbatches in options.memory_microbatches:
         work.begin(f"compiling {row.name}, m={microbatches}")
@@ -201,8 +201,8 @@ def time_rounds(
     rows: Sequence[Measured], trainings: Sequence[Training], model: ModelConfig, rounds: int,
     work: bench.Work,
 ) -> list[float]:  # fmt: skip
-    """Every row takes a step in turn, `rounds` times after a first that does not count. Returns
-    the seconds of the large matmul with which each round ends."""
+    """Time a step of every row in turn, `rounds` times after a first round that does not count.
+    Returns the seconds of the large matmul that ends each round."""
     matmul_s = []
     for number in range(rounds + 1):
         work.begin(f"round {number} of {rounds}" if number else "first steps")
@@ -217,7 +217,7 @@ def time_rounds(
 
 
 def _time_matmul(dtype: str) -> float:
-    """Seconds of a product of square matrices on one virtual device, which has all cores."""
+    """Seconds of a product of square matrices on one virtual device, which uses all cores."""
     a = jnp.ones((_MATMUL_SIZE, _MATMUL_SIZE), dtype).block_until_ready()
     start = time.perf_counter()
     jnp.matmul(a, a).block_until_ready()
@@ -225,7 +225,7 @@ def _time_matmul(dtype: str) -> float:
 
 
 def disagreement(rows: Sequence[Measured]) -> str:
-    """The first step whose losses differ from row to row, in words; "" where there is none."""
+    """A description of the first step whose losses differ between rows; "" if there is none."""
     for step, losses in enumerate(zip(*(row.losses for row in rows), strict=True)):
         names = [row.pipeline.name for row in rows]
         if found := bench.differing(dict(zip(names, losses, strict=True))):
@@ -233,14 +233,14 @@ def disagreement(rows: Sequence[Measured]) -> str:
     return ""
 
 
-# --- saying it ------------------------------------------------------------------------------------
+# --- printing -------------------------------------------------------------------------------------
 
 
 def result_of(
     rows: Sequence[Measured], matmul_s: list[float], *, options: Options, model: ModelConfig,
     machine: dict,
 ) -> dict:  # fmt: skip
-    """All that was measured as plain data, from which the table is made."""
+    """All measurements, as plain data from which the table is made."""
     base = next(row for row in rows if row.pipeline.name == BASELINE)
     floor = None
     if matmul_s:
@@ -282,7 +282,7 @@ def _row_of(row: Measured, base: Measured) -> dict:
 
 
 def table_of(result: dict) -> Table:
-    """A line a row; what was not measured has no column."""
+    """One line per row; values that were not measured have no column."""
     rows, timed = result["rows"], result["floor"] is not None
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     table.add_column("\npipeline", no_wrap=True)
@@ -344,7 +344,7 @@ def notes_of(result: dict) -> list[str]:
 
 
 def measure(rows: Sequence[Pipelined], run: RunConfig, options: Options, machine: dict) -> dict:
-    """Compiles and times the rows: the result. LossesDiffer where they do."""
+    """Compile and time the rows; returns the result. LossesDiffer if their losses differ."""
     batch = random_batch(run.model, options.microbatches * rows[0].layout.microbatch)
     measured, trainings, matmul_s = [], [], []
     parts = len(rows) * len(options.memory_microbatches)

@@ -2,36 +2,36 @@
 
     python experiments/bench_schedules.py
 
-trains preset bench-s on four virtual CPU devices by the table of every maker that goes with it. All
-start from the same parameters with the same batch; unless the losses of every step agree to 1e-5,
+trains preset bench-s on four virtual CPU devices with every maker's table that fits it. All start
+from the same parameters with the same batch; unless the losses of every step agree to 1e-5,
 nothing is printed. Then a table:
 
 step      seconds of a step, measured, and predicted from F, B with W, B, W, embedding with head, an
-          idle tick and the optimizer, each timed on its own on all devices at once, right before
-work      core-seconds of the process, measured over predicted: what other programs and waiting do
-          to a step's time does not show in it
-MiB       temporary memory of one device's step by XLA's analysis, and predicted: slots of the table
-          times their bytes, and a constant part, which is what the table of 1F1B leaves over
-off       why, where a ratio differs from 1 by more than a tenth
+          idle tick and the optimizer, each timed alone on all devices at once, right before it
+work      core-seconds of the process, measured over predicted: unlike a step's time, they are not
+          affected by other programs and by waiting
+MiB       temporary memory of one device's step by XLA's analysis, and predicted: the table's slots
+          times their bytes, plus a constant: what remains of 1F1B's memory without its slots
+off       the reason, if a ratio differs from 1 by more than a tenth
 
 Expected time: a quarter of an hour on two cores, a third of it compiling.
-Expected result: work within a tenth of what was predicted, memory too. Where it is not, we found:
+Expected result: work and memory within a tenth of the prediction. The exceptions that we found:
 
-cache     with sequences in slices, XLA copies the keys and values of all microbatches under way in
-          every tick, and one copy more of them is temporary memory. For terapipe v=2, the worst,
+cache     if sequences are sliced, XLA copies the keys and values of all microbatches in flight in
+          every tick, and one extra copy of them is temporary memory. For terapipe v=2, the worst,
           the compiled program copies 17 MiB two to three times a tick on every device, for 69
-          ticks. An op on its own keeps one microbatch, so its price has no such copies in it.
-cores     the work is as predicted and the time is not: cores stood idle or ran other programs.
+          ticks. An op timed alone holds one microbatch, so its price includes no such copies.
+cores     the work is as predicted and the time is not: cores were idle or ran other programs.
 rounds    some rounds are within a tenth, others are not. A core-second is worth less while another
-          program runs on the same core's other thread; let the machine be idle.
-constant  memory: little is kept in slots, and what is beside them differs from table to table.
+          program runs on the same core's other thread; keep the machine idle.
+constant  memory: the slots hold little, and memory beside them differs from table to table.
 
-Where each device has a core, ticks are priced as our program runs them: all stages wait for the
+If each device has a core, ticks are priced as our program runs them: all stages wait for the
 longest F, whose output is sent, and for the longest B and W. `simulate` in lock-step lets one
-stage's B run beside another's F of the same tick, which is the same but for tables with such ticks.
+stage's B overlap another's F of the same tick, so only tables with such ticks are priced otherwise.
 With ops that only sleep, so that four devices do not need four cores, at p=4, m=8 and F=B=W, the
-program took 1.01 to 1.04 of our price, and of `simulate`'s: 1.12 for deferred_zb, 1.21 for v_half,
-1.20 for v_min, 1.02 to 1.04 for 1f1b, zb_h1 and dualpipe_v.
+program took 1.01 to 1.04 times our price; over `simulate`'s price it took 1.12 for deferred_zb,
+1.21 for v_half, 1.20 for v_min, 1.02 to 1.04 for 1f1b, zb_h1 and dualpipe_v.
 
     python experiments/bench_schedules.py --schedules 1f1b,zb_v,v_min --rounds 10 --json bench.json
 """
@@ -67,7 +67,7 @@ from mtx.presets import preset
 from mtx.schedules.makers import MAKERS, make, maker
 from mtx.schedules.schedule import Schedule
 
-TOLERANCE = 0.1  # by how much measured may differ from predicted before a reason is asked for
+TOLERANCE = 0.1  # a larger relative difference of measured from predicted needs a reason
 _MIB = 2**20
 
 
@@ -75,12 +75,12 @@ _MIB = 2**20
 class Options:
     """Puts measured beside predicted, in time and memory, for every schedule on one model."""
 
-    preset: str = "bench-s"  # whose model, microbatch size and optimizer are taken
-    schedules: str = ""  # NAME,NAME,...; empty: all that go with the model
-    stages: int = 4  # p, a virtual CPU device each
+    preset: str = "bench-s"  # its model, microbatch size and optimizer are used
+    schedules: str = ""  # NAME,NAME,...; empty: all that fit the model
+    stages: int = 4  # p, one virtual CPU device each
     microbatches: int = 8  # m
-    rounds: int = 3  # in each, every schedule in turn, right after its ops
-    steps: int = 1  # of each schedule in a round
+    rounds: int = 3  # each times every schedule in turn, right after its ops
+    steps: int = 1  # of each schedule per round
     json: str = ""  # FILE for everything that was measured
 
     def __post_init__(self):
@@ -91,7 +91,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One table, and the other names under which it is made."""
+    """One table, and the other names that make the same table."""
 
     name: str
     schedule: Schedule
@@ -99,7 +99,7 @@ class Row:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Chunks of a stage and slices of a sequence, on which alone depends what an op costs."""
+        """(chunks of a stage, slices of a sequence); an op's cost depends on nothing else."""
         return self.schedule.virtual, self.schedule.slices
 
 
@@ -119,7 +119,7 @@ def rows_of(options: Options, layers: int) -> list[Row]:
             except UserError:
                 if names:
                     raise
-                continue  # none for this shape
+                continue  # there is no such table of this shape
             label = name + (f" v={virtual}" if virtual > 1 else "")
             row = rows.setdefault(_table_key(schedule), Row(name=label, schedule=schedule))
             if row.name != label:
@@ -142,8 +142,8 @@ def _table_key(schedule: Schedule) -> tuple:
 
 
 def step_on_own_cores(schedule: Schedule, costs: Costs) -> float:
-    """Of devices that each have a core: in every tick, all wait for the longest F, whose output is
-    sent, and then for the longest B and W."""
+    """Time of a step if each device has a core: in every tick, all wait for the longest F, whose
+    output is sent, and then for the longest B and W."""
     forward, *others = (half.busy for half in schedule.halves)
     prices = (costs.backward, costs.weight) if schedule.split else (costs.both,)
     longest = sum(price * busy for price, busy in zip(prices, others, strict=True)).max(axis=1)
@@ -152,8 +152,8 @@ def step_on_own_cores(schedule: Schedule, costs: Costs) -> float:
 
 
 def step_on_shared_cores(schedule: Schedule, costs: Costs) -> float:
-    """Of devices that share fewer cores: the sum of all work, since a stage that is idle leaves its
-    cores to the others. The sum for all stages at once is measured as such."""
+    """Time of a step if devices share fewer cores: the sum of all work, since an idle stage leaves
+    its cores to the others. Costs are measured on all stages at once, so they are sums already."""
     backward = costs.backward + costs.weight if schedule.split else costs.both
     ops = schedule.items * schedule.virtual
     return ops * (costs.forward + backward) + _beside_ops(schedule, costs)
@@ -164,7 +164,7 @@ def _beside_ops(schedule: Schedule, costs: Costs) -> float:
 
 
 def slot_bytes(schedule: Schedule, sizes: Sizes) -> int:
-    """All slots of the table, with those of what is under way between two ticks."""
+    """Bytes of all slots of the table, including values in flight between two ticks."""
     total = schedule.slots * sizes.residuals
     total += (schedule.receive_slots + len(schedule.receives) + 1) * sizes.input
     if schedule.split:
@@ -179,7 +179,7 @@ def slot_bytes(schedule: Schedule, sizes: Sizes) -> int:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What is known of a row; an entry a round in each list."""
+    """The measurements of a row; lists have an entry per round."""
 
     row: Row
     sizes: Sizes
@@ -190,7 +190,7 @@ class Measured:
     losses: list[float] = field(default_factory=list)  # of all steps, the first round's too
 
     def advance(self, training: Training, costs: tuple[Costs, Costs], count: int) -> None:
-        """A round: some steps, and what the parts of a step cost at that time."""
+        """Run a round of `count` steps; costs: of a step's parts at that time."""
         taken = []
         for _ in range(count):
             seconds, (_, loss) = timed(training.advance)
@@ -200,12 +200,12 @@ class Measured:
         self.costs.append(costs)
 
     def forget_first(self) -> None:
-        """Leaves out the round in which everything ran for the first time."""
+        """Drop the round in which everything ran for the first time."""
         del self.steps[0], self.costs[0]
 
 
 def measure(rows: Sequence[Row], run: RunConfig, options: Options, machine: dict) -> dict:
-    """Compiles and times the rows: the result. LossesDiffer where they do."""
+    """Compile and time the rows; returns the result. LossesDiffer if their losses differ."""
     reference = make(REFERENCE, microbatches=options.microbatches, stages=options.stages)
     measured, trainings, ops = [], [], {}
     with bench.Work(len(rows) + options.rounds + 2) as work:
@@ -227,7 +227,7 @@ def measure(rows: Sequence[Row], run: RunConfig, options: Options, machine: dict
             work.begin(f"round {number} of {options.rounds}" if number else "first steps")
             other = beside.time()
             for one, training in zip(measured, trainings, strict=True):
-                # Right before the step that they predict: other programs come and go.
+                # Ops are timed right before the step they predict: other programs come and go.
                 one.advance(training, costs_of(ops[one.row.parts].time(), other), options.steps)
     for one in measured:
         one.forget_first()
@@ -239,7 +239,7 @@ def measure(rows: Sequence[Row], run: RunConfig, options: Options, machine: dict
 
 
 def _constant_bytes(reference: Schedule, run: RunConfig, measured: Sequence[Measured]) -> int:
-    """Temporary memory of the reference's step that is none of its slots."""
+    """Temporary memory of the reference's step outside of its slots."""
     for one in measured:
         if _table_key(one.row.schedule) == _table_key(reference):
             return one.temp_bytes - slot_bytes(reference, one.sizes)
@@ -248,14 +248,14 @@ def _constant_bytes(reference: Schedule, run: RunConfig, measured: Sequence[Meas
     return temp_bytes - slot_bytes(reference, Ops(trainer).sizes)
 
 
-# --- saying it ------------------------------------------------------------------------------------
+# --- printing -------------------------------------------------------------------------------------
 
 
 def result_of(
     measured: Sequence[Measured], constant_bytes: int, *, options: Options, run: RunConfig,
     machine: dict,
 ) -> dict:  # fmt: skip
-    """All that was measured and predicted as plain data, from which the table is made."""
+    """Everything measured and predicted, as plain data from which the table is made."""
     own_cores = machine["cores"] >= options.stages
     return {
         "benchmark": "schedules",
@@ -270,7 +270,7 @@ def result_of(
 
 
 def _costs_by_parts(measured: Sequence[Measured]) -> list[dict]:
-    """Medians of what the ops of each number of chunks and slices took."""
+    """Median costs of the ops, for each number of chunks and slices."""
     found: dict[tuple[int, int], list] = {}
     for one in measured:
         found.setdefault(one.row.parts, []).extend(one.costs)
@@ -330,7 +330,7 @@ def _row_of(one: Measured, constant_bytes: int, *, own_cores: bool) -> dict:
 
 
 def _ratio(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """The median over rounds: what slows the machine down slows both of a round alike."""
+    """Median ratio over rounds: a slow machine slows both values of a round alike."""
     return statistics.median(m / p for m, p in zip(measured, predicted, strict=True))
 
 
@@ -344,8 +344,8 @@ REASONS = {
 
 
 def reasons(row: dict) -> list[str]:
-    """Why measured and predicted are further apart than TOLERANCE, by what the row itself shows;
-    nothing where they are not."""
+    """Reasons why measured and predicted differ by more than TOLERANCE, judging by the row itself;
+    empty if they do not."""
     found = []
     copies = row["slices"] > 1
     if _off(row["work_ratio"]):
@@ -376,7 +376,7 @@ _LABELS = {
 
 
 def table_of(result: dict) -> Table:
-    """A line a table; ratios are measured over predicted."""
+    """One line per table; ratios are measured over predicted."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     table.add_column("\nschedule", no_wrap=True)
     for header in (

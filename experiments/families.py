@@ -4,16 +4,16 @@
 
 trains each of them twice, from the same seed and on the same batches: Python's help pages, a byte a
 token, and drawn shapes with captions. The eight devices are data 2 x pipe 2, interleaved, x tensor
-2, with layers divided by what they cost. Then a table, a row a model:
+2, with layers divided by their cost. Then a table, one row per model:
 
-loss          of the first and of the last steps' batch, on eight devices
+loss          of the first and of the last step's batch, on eight devices
 apart, 20     the largest relative difference of a loss between the two runs in the first 20 steps
-apart, all    and in all of them: rounding grows as in any training, faster at high rates
+apart, all    the same in all steps: rounding grows as in any training, faster at high rates
 held out      after the last step, on eight devices and on one
 
-Expected time: seven minutes of one core; `--only t5` takes those with that in their name.
-Expected result: apart by less than 1e-6 in the first 20 steps, the hybrid and the T5 in all, and
-the same held-out losses, 1.8604, 4.3179 and 0.0612.
+Expected time: seven minutes of one core; `--only t5` runs the models with that in their name.
+Expected result: less than 1e-6 apart in the first 20 steps, for the hybrid and the T5 in all steps,
+and the same held-out losses: 1.8604, 4.3179 and 0.0612.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A run's losses, and the one on what is held out."""
+    """A run's losses, and its held-out loss."""
 
     losses: np.ndarray
     held_out: float
 
 
 def runs() -> dict[str, RunConfig]:
-    """By what they are called."""
+    """The runs by the names of their models."""
     text = RunConfig(
         model=ModelConfig(
             family="nemotron_h", layers=6, pattern="M-M*M-", hidden=64, heads=4, kv_heads=2,
@@ -71,7 +71,7 @@ def runs() -> dict[str, RunConfig]:
         family="t5", layers=4, hidden=64, heads=4, ffn=256, sequence=32, encoder_sequence=96,
         vocab=384, compute_dtype="float32",
     )  # fmt: skip
-    slow = OptimizerConfig(lr=5e-4, min_lr=5e-5, warmup_steps=20)  # its scores are not scaled
+    slow = OptimizerConfig(lr=5e-4, min_lr=5e-5, warmup_steps=20)  # T5's scores are not scaled
     return {
         "Mamba-2 hybrid": text, "T5": replace(text, model=t5, optimizer=slow),
         "LLaVA": preset("miniature-llava"),

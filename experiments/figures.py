@@ -6,15 +6,15 @@
 Figures 7 (microbatch size on one GPU), 11 (weak scaling of the pipeline), 12 (interleaving), 13
 (tensor against pipeline), 16 (microbatch size) and 18 (scatter/gather), section 5.8 (without fused
 operators), table 2 (ZeRO-3 against PTD-P), and table 5 of Korthikanti et al. 2022 (selective
-recomputation, sequence parallelism; there seconds of a step).
+recomputation, sequence parallelism; in seconds of a step).
 
     python experiments/figures.py --leave-out     # a minute: see the last table
 
 Expected time: two seconds.
-Expected result: all points by a mean of 5 %, the worst by 18.6 %; every point of figures 11 to 18
-within 5.3 %, but for p=16, t=4 of figure 13, where the paper's 111 teraFLOP/s fall out of the line
-between its neighbours. Figure 7 is taken for a run without fused operators, as its heights say
-(`published_runs`), and comes 15 to 18 % too fast; with them it would be 27 to 31 %. ZeRO-3
+Expected result: a mean error of 5 % over all points, the worst 18.6 %; every point of figures 11 to
+18 within 5.3 %, except p=16, t=4 of figure 13, where the paper's 111 teraFLOP/s lie off the line
+between its neighbours. Figure 7 is taken as a run without fused operators, as its values suggest
+(`published_runs`), and is predicted 15 to 18 % too fast; with them it would be 27 to 31 %. ZeRO-3
 is up to a fifth too fast where its traffic takes about as long as the matmuls that hide it.
 """
 
@@ -76,8 +76,8 @@ class Options:
     """Prints what SC'21's figures show beside what the planner predicts for it."""
 
     draw: str = ""  # FILE for a picture: .png, .pdf or .svg
-    only: str = ""  # one of them, as "figure 13"
-    # Fits the constants again without each table or figure that they are fitted to.
+    only: str = ""  # one figure or table, such as "figure 13"
+    # Fits the constants again, leaving out in turn each table or figure that they are fitted to.
     leave_out: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
@@ -96,7 +96,7 @@ def table_of(figures: dict[str, Sequence[PublishedRun]]) -> Table:
 
 
 def left_out_table(rounds: int = 200) -> Table:
-    """The errors of each table or figure that is fitted, when the others alone are."""
+    """The errors of each fitted table or figure if the constants are fitted to the others alone."""
     table = columns("left out", "runs", "mean and worst error", *FITTED, left=1)
     for where in dict.fromkeys(run.where for run in FITTED_RUNS):
         fitted = fit([run for run in FITTED_RUNS if run.where != where], rounds=rounds)
@@ -111,7 +111,7 @@ def _unit(run: PublishedRun) -> str:
 
 
 def picture_of(figures: dict[str, Sequence[PublishedRun]]) -> Figure:
-    """A panel a figure: what was published as points, what is predicted as lines."""
+    """One panel per figure: published values as points, predictions as lines."""
     across = min(3, len(figures))
     rows = -(-len(figures) // across)
     figure = new_figure(4.6 * across, 3.7 * rows)
@@ -126,7 +126,7 @@ def picture_of(figures: dict[str, Sequence[PublishedRun]]) -> Figure:
 
 def _draw(axes: Axes, where: str, runs: Sequence[PublishedRun]) -> None:
     for colour, ((_, series), points) in zip(_COLOURS, curves(runs).items(), strict=False):
-        on_gpus = where == "table 2"  # its curves stand at different numbers of them
+        on_gpus = where == "table 2"  # its curves are at different numbers of GPUs
         places = [run.layout.devices if on_gpus else run.x.replace(", ", "\n") for run in points]
         axes.plot(places, [run.predicted() for run in points], color=colour, label=series or None)
         axes.plot(places, [run.published for run in points], "o", color=colour, markersize=5)

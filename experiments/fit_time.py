@@ -1,23 +1,23 @@
-"""Fits the time model's constants to what SC'21 published, and shows how far off they are.
+"""Fits the time model's constants to SC'21's published runs, and shows the errors that remain.
 
     python experiments/fit_time.py
-    python experiments/fit_time.py --check     # the constants as they stand: residuals only
+    python experiments/fit_time.py --check     # the constants as they are: residuals only
 
-The constants of `mtx.plan.calibration.FITTED` are moved until the 30 runs of table 1, figure 16,
-figure 18, and the two of figure 13 whose tensor groups leave their node, are predicted best: the
-least mean sixth power of log(predicted / published), which keeps the worst of them small. Then all
-published runs are predicted, the others too, which the fit has not seen: figures 7, 11, 12, the
-rest of 13, section 5.8, table 2, and Korthikanti et al. 2022, which is another software on the same
-machine; and, apart, what other software and clusters reached with the same GPU. `figures.py
---leave-out` fits again without each of the fitted ones.
+The constants of `mtx.plan.calibration.FITTED` are adjusted until the 30 runs of table 1, figure 16,
+figure 18, and the two of figure 13 whose tensor groups span nodes, are predicted best: the least
+mean sixth power of log(predicted / published), which keeps the worst of them small. Then all
+published runs are predicted, including those that the fit has not seen: figures 7, 11, 12, the rest
+of 13, section 5.8, table 2, and Korthikanti et al. 2022, which used other software on the same
+machine; and, separately, runs of other software and clusters (`ELSEWHERE`). `figures.py
+--leave-out` fits again without each of the fitted tables and figures.
 
-How gradients are reduced is not fitted but stands in `Software`: these runs hardly tell. Where they
-have replicas, these have many microbatches (or, in table 1's smallest, the reduction runs under B).
+How gradients are reduced is not fitted but given in `Software`, since these runs hardly determine
+it: replicas have many microbatches (or, in table 1's smallest runs, the reduction runs under B).
 
 Expected time: ten seconds on one core.
-Expected result: the constants that stand in `mtx/plan/calibration.py`; table 1 within 4.5 %, the
-figures 11 to 18 within 5.3 %, but for one run of figure 13; of the 49 runs that are held out a mean
-of 5.1 %, the worst 18.4 %; elsewhere steps take up to 20 % longer than predicted.
+Expected result: the constants in `mtx/plan/calibration.py`; table 1 within 4.5 %, figures 11 to 18
+within 5.3 %, except one run of figure 13; a mean of 5.1 % over the 49 held-out runs, the worst
+18.4 %; elsewhere steps take up to 20 % longer than predicted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def fit(runs: Sequence[PublishedRun], *, rounds: int) -> Calibration:
 
 
 def _tells(runs: Sequence[PublishedRun], base: Calibration, name: str) -> bool:
-    """Whether a tenth less of a constant changes any prediction by 1 %; else it stays at START."""
+    """Whether a constant's decrease by a tenth changes any prediction by 1 %; if not, it stays at
+    START."""
     less = replace(base, **{name: 0.9 * START[name]})
     return any(abs(run.predicted(less) / run.predicted(base) - 1) >= 0.01 for run in runs)
 
@@ -89,7 +90,7 @@ def constants_table(fitted: Calibration) -> Table:
 
 
 def residuals_table(runs: Sequence[PublishedRun], calibration: Calibration) -> Table:
-    """A line a curve: the errors of its runs in percent, and the worst."""
+    """One line per curve: the errors of its runs in percent, and the worst."""
     table = columns("where", "series", "errors, %", "worst", left=3)
     for (where, series), points in curves(runs).items():
         errors = [100 * run.error(calibration) for run in points]

@@ -4,15 +4,15 @@
 
 prints the first page of the plan (SC'21, table 1, last row: parameters by part, layout 6 x 64 x 8,
 bytes of a GPU, predicted time of a step, bubble, FLOPs, days, and the paper's 502 petaFLOP/s beside
-them; `mtx plan gpt-1t --compile` asks XLA), says which devices are at hand, and trains a miniature
-on them, half a million parameters with the same kind of layout: pipeline, tensor and data
-parallelism at once, as far as the devices go, interleaved with v = 2. Without a GPU or TPU it makes
+them; `mtx plan gpt-1t --compile` asks XLA), lists the devices at hand, and trains a miniature on
+them, half a million parameters with the same kind of layout: pipeline, tensor and data parallelism
+at once, as far as there are devices for it, interleaved with v = 2. Without a GPU or TPU it makes
 eight CPU devices. Then the model writes a few lines.
 
 Expected time: two to four minutes on two CPU cores, half a minute of it for compiling.
 Expected result: the held-out loss falls from 5.7 nats a byte (ln 256 is 5.5) to about 1.9. The same
 seed gives the same losses every time. Log, config and checkpoint lie in runs/gpt_1t; if the run was
-stopped, the same command goes on from there.
+stopped, the same command continues it.
 
     python experiments/gpt_1t.py --steps 100 --seed 1 --out runs/other --virtual-devices 4
     python experiments/gpt_1t.py --model.layers 8 --pipe 4 --data 1 --data.path a.txt
@@ -20,9 +20,9 @@ stopped, the same command goes on from there.
     srun python experiments/gpt_1t.py --full $DATA --out /shared/gpt_1t
     srun python experiments/gpt_1t.py best.toml $DATA --out /shared/gpt_1t
 
-The last two are the full size, on a cluster (SLURM, torchrun and mpirun are recognized): in the
-paper's layout, and in that of a plan file, as `mtx plan gpt-1t --search --save best.toml` writes
-it. On devices that cannot hold it, it is refused before anything is allocated.
+The last two train the full size on a cluster (SLURM, torchrun and mpirun are recognized): in the
+paper's layout, and in that of a plan file, as `mtx plan gpt-1t --search --save best.toml` writes.
+On devices that cannot hold it, the run is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from mtx.presets import preset, require_data
 
 VIRTUAL_DEVICES = 8
 PROMPTS = ("The ", "A class ", "If an object ")
-TOKENS = 160  # that follow each
+TOKENS = 160  # written after each prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """GPT-1T: prints its plan, trains its miniature, or with --full the trillion parameters.
 
-    A plan file (.toml or .json) before all options is trained instead.
+    If a plan file (.toml or .json) comes before all options, it is trained instead.
     """
 
     run: Annotated[RunConfig, OwnFields]
@@ -122,8 +122,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def layout_for(devices: int) -> Layout:
-    """The miniature's data x pipe x tensor: 2 x 2 x 2 on 8 devices, its largest part on fewer, and
-    more replicas on more. Of a number that is no power of two, the largest power below is used."""
+    """The miniature's data x pipe x tensor: 2 x 2 x 2 on 8 devices, the largest part of it that
+    fits on fewer, and more replicas on more. Only a power of two of the devices is used."""
     run = preset("miniature")
     devices = 2 ** (devices.bit_length() - 1)
     if devices <= run.layout.devices:
@@ -134,7 +134,7 @@ def layout_for(devices: int) -> Layout:
 
 
 def shown(text: str) -> list[str]:
-    """Its lines, without what would move the cursor: an early model samples any byte."""
+    """The text's lines without characters that move the cursor: an early model writes any byte."""
     return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n")]
 
 

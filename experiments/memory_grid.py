@@ -1,15 +1,15 @@
-"""The closed form of a device's memory against what XLA assigns, over a grid of configurations.
+"""The closed form of a device's memory against XLA's assignment, over a grid of configurations.
 
     python experiments/memory_grid.py
 
-compiles each of them for GPUs that are not there (`pip install 'mtx[aot]'`) and prints, a row each,
-the memory that `mtx.plan.memory.predict_memory` gives, XLA's arguments + outputs - alias + temp,
-and the difference. Exits with 1 where a difference is above 10 %. Sizes are those of SC'21's
+compiles each of them for GPUs that need not be present (`pip install 'mtx[aot]'`) and prints, in
+one row each, the memory by `mtx.plan.memory.predict_memory`, XLA's arguments + outputs - alias +
+temp, and the difference. Exits with 1 if a difference is above 10 %. Sizes are those of SC'21's
 table 1 and of models between them; layouts, schedules, recomputation, types and batches vary.
 
-Expected time: twenty minutes on two CPU cores, 20 to 50 s a row. `--only 1t` takes the rows
-with that in their name, `--target h100` compiles for another GPU, `--parts` prints what the
-prediction is made of, `--json FILE` keeps the numbers.
+Expected time: twenty minutes on two CPU cores, 20 to 50 s a row. `--only 1t` runs the rows with
+that in their name, `--target h100` compiles for another GPU, `--parts` prints the parts of each
+prediction, `--json FILE` keeps the numbers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _vary(run: RunConfig, model: dict | None = None, **layout) -> RunConfig:
 
 
 def compare(run: RunConfig, target: str) -> tuple[Memory, Compiled]:
-    """What is predicted for the program that always compiles (attention in blocks), and that."""
+    """(prediction, compilation) of the program that always compiles: attention in blocks."""
     compiled = compile_plan(_vary(run, attention="blocked"), target=target)
     if compiled.backend == "cpu":
         raise UserError(f"{target} needs its own compiler here, not a stand-in: {compiled.hint}")

@@ -1,19 +1,19 @@
-"""A mixture of experts beside the dense model of as many FLOPs, on real text.
+"""A mixture of experts beside a dense model of the same FLOPs, on real text.
 
     python experiments/mixture.py
 
 trains both from the same seeds on the sources of Python's library, a byte a token, on eight virtual
-devices (data 2 x pipe 2 x expert 2; the dense one data 4 x pipe 2): the miniature with 8 experts of
-which a token goes through 2, and with one MLP as wide as those two. Then a table, a row a seed:
+devices (data 2 x pipe 2 x expert 2; the dense one data 4 x pipe 2): the miniature with 8 experts, 2
+of them per token, and with one MLP as wide as those two. Then a table, one row per seed:
 
 dense, mixture   held-out loss after the last step, nats a byte
 less             by how much the mixture's is lower
-fullest          tokens of the fullest expert over the mean, of the last tenth of the steps
+fullest          tokens of the fullest expert over the mean, averaged over the last tenth of steps
 
 The report beside each mixture (`report.html` in its folder) has the heat map of load by expert and
 layer. Expected time: six minutes a seed on two idle cores.
 Expected result: the mixture is lower with every seed, and its fullest expert below 1.6 times the
-mean. With --help-pages --steps 300 they are alike: too little text for three times the parameters.
+mean. With --help-pages --steps 300 they are equal: too little text for three times the parameters.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Trains a mixture and the dense model of as many FLOPs."""
+    """Trains a mixture and a dense model of the same FLOPs."""
 
     seeds: int = 3
     steps: int = 600
     ffn: int = 384  # of the dense model; an expert has half of it
     lr: float = 3e-3
-    help_pages: bool = False  # Python's help pages to train on, a twelfth of the text
+    help_pages: bool = False  # train on Python's help pages, a twelfth of the text
     out: str = "runs/mixture"  # a folder for each run
 
     def __post_init__(self):
@@ -62,7 +62,7 @@ class Options:
 
 
 def arguments_of(way: str, seed: int, options: Options) -> list[str]:
-    """Of `mtx train`."""
+    """The arguments of `mtx train`."""
     sizes = {"wide": options.ffn, "half": options.ffn // 2}
     return [
         "train", "miniature", "--virtual-devices", "8", "--tensor", "1", "--seed", f"{seed}",
@@ -83,8 +83,8 @@ def folder_of(way: str, seed: int, options: Options) -> str:
 
 
 def read_log(folder: str) -> tuple[float, float]:
-    """(the last held-out loss, the fullest expert's mean of the last tenth of the steps; 0 of a
-    dense model)"""
+    """(last held-out loss, the fullest expert's load averaged over the last tenth of the steps; 0
+    for a dense model)"""
     rows = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "eval"]
     fullest = [row.get("imbalance") or 0.0 for row in rows if row["kind"] == "step"]

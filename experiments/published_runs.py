@@ -1,15 +1,15 @@
-"""Single runs that papers published, each with all that decides its speed, beside a prediction.
+"""Single runs published in papers, each with everything that decides its speed, and a prediction.
 
 SC'21 is Narayanan et al., arXiv 2104.04473v5; batches, microbatches and virtual stages of its
 figures are from the run scripts that its authors published (Megatron-LM, examples/sc21).
-KORTHIKANTI is Korthikanti et al. 2022, arXiv 2205.05198, table 5: seconds of a step; and from its
-abstract the same on eight times the GPUs, and from its table 4 F and B of a single layer of 22B.
-All these are on A100-SXM4-80GB with 16 bits, sequences of 2,048 and a vocabulary of 51,200. SC'21
-recomputes every block and has no sequence parallelism.
+KORTHIKANTI is Korthikanti et al. 2022, arXiv 2205.05198, table 5: seconds of a step; its abstract
+gives the same on eight times the GPUs, and its table 4 gives F and B of a single layer of 22B.
+All of these ran on A100-SXM4-80GB in 16 bits, with sequences of 2,048 and a vocabulary of 51,200.
+SC'21 recomputes every block and has no sequence parallelism.
 
 ELSEWHERE are runs of other software or clusters: MT-NLG (Smith et al. 2022, arXiv 2201.11990,
 section 2.4), by DeepSpeed with Megatron-LM, and the runs of Megatron-LM that MegaScale (Jiang et
-al. 2024, arXiv 2402.15627, table 2) is compared with, on A100s in a network of its own; BLOOM (Le
+al. 2024, arXiv 2402.15627, table 2) is compared with, on A100s with their own network; BLOOM (Le
 Scao et al. 2022, arXiv 2211.05100) by Megatron-DeepSpeed, on nodes with a quarter of Selene's
 network; and Llama 3 405B (arXiv 2407.21783, table 4), by Meta's own software on H100s, whose
 constants are assumed.
@@ -37,13 +37,13 @@ class PublishedRun:
     """One point of a table or figure."""
 
     where: str  # "table 1"
-    series: str  # which curve of a figure, "" where there is one
-    x: str  # where on it
+    series: str  # which curve of a figure, "" if there is only one
+    x: str  # position on the curve
     model: ModelConfig
     layout: Layout
     global_batch: int
     published: float
-    # a GPU, in the unit of SC'21; as today's papers count, causal and nothing twice; of a step
+    # per GPU, in SC'21's unit; as papers count today, causal, nothing counted twice; of a step
     unit: Literal["tflops", "model tflops", "seconds", "seconds of a layer"] = "tflops"
     zero: Literal[0, 1, 3] = 0
     scatter_gather: bool = True
@@ -51,8 +51,8 @@ class PublishedRun:
     on: Hardware = hardware(MACHINE)
 
     def time(self, calibration: Calibration | None = None) -> StepTime:
-        """The predicted step of the run's software. calibration: whose constants; None, those that
-        are fitted to the A100."""
+        """Predicted time of a step by the run's software. calibration: constants for the A100;
+        None: the package's, which are fitted to it."""
         return predict_step(
             self.model, self.layout, self.global_batch, self.on, zero=self.zero,
             scatter_gather=self.scatter_gather, calibration=self._calibration(calibration),
@@ -64,7 +64,7 @@ class PublishedRun:
         return replace(constants, software=SOFTWARE[self.software])
 
     def _layer_s(self, calibration: Calibration | None) -> float:
-        """F and B of one layer of a single stage: what as many layers again add to it."""
+        """Seconds of F and B of one layer: what a second layer adds to a single stage."""
 
         def of(layers: int) -> float:
             stages, _ = stage_times(
@@ -76,7 +76,7 @@ class PublishedRun:
         return of(2) - of(1)
 
     def predicted(self, calibration: Calibration | None = None) -> float:
-        """In the unit of what was published."""
+        """The prediction, in the unit of the published value."""
         if self.unit == "seconds of a layer":
             return self._layer_s(calibration)
         step_s = self.time(calibration).step_s
@@ -89,7 +89,7 @@ class PublishedRun:
         return flops / step_s / self.layout.devices / 1e12
 
     def error(self, calibration: Calibration | None = None) -> float:
-        """Predicted over published, less 1."""
+        """Predicted over published, minus 1."""
         return self.predicted(calibration) / self.published - 1
 
 
@@ -138,11 +138,11 @@ def _table_1() -> tuple[PublishedRun, ...]:
 TABLE_1_RUNS = _table_1()
 
 # One GPU, one microbatch a step. It is not among the scripts that the authors published, and the
-# text does not say whether it had the fused operators of section 4.2. Inferred: it had not. With
-# them it would be predicted 27 to 31 % too fast, by 44 to 52 ms a sequence whatever the microbatch.
-# Softmax in fp16 then: in float32 it would be 27 to 35 % too slow, and b=16 would hold 96 GiB of
-# one layer's scores. (What is left, 15 to 18 %, is as much as the logits' FLOPs, if the authors did
-# not count these here.)
+# text does not say whether it used the fused operators of section 4.2. We infer that it did not:
+# with them it would be predicted 27 to 31 % too fast, by 44 to 52 ms a sequence at every microbatch
+# size. Without them, softmax has to be in fp16: in float32 it would be 27 to 35 % too slow, and
+# b=16 would hold 96 GiB of one layer's scores. (The remaining 15 to 18 % are as much as the logits'
+# FLOPs, if the authors did not count these here.)
 FIGURE_7 = _curve(
     "figure 7",
     [
@@ -215,15 +215,15 @@ FUSED_OPERATORS = (
         software="megatron-2021-torch-operators",
     ),
 )  # fmt: skip
-# The same of 530 billion parameters, whose layout is not said: 148 over 133.
+# The same for 530 billion parameters, whose layout the paper does not give: 148 over 133.
 GAIN_OF_FUSED_OPERATORS_530B = 148 / 133
 
 _530B = _gpt(105, 20480, 128)
 
 
 def _table_2() -> tuple[PublishedRun, ...]:
-    """Data, pipeline and tensor parallelism as in section 5.2: t = 8, p = 12 or 35; v = 1, which
-    the paper does not say, is what fits its throughputs on all numbers of GPUs."""
+    """Data, pipeline and tensor parallelism as in section 5.2: t = 8, p = 12 or 35. The paper does
+    not give v; v = 1 fits its throughputs on all numbers of GPUs."""
     runs: list[PublishedRun] = []
     for name, model, batch, pipe, rows in (
         ("175B", _GPT3, 1536, 12, ((384, 153), (768, 149), (1536, 141))),
@@ -286,7 +286,7 @@ KORTHIKANTI_LAYERS = _curve(
 
 
 def _on_2240_gpus(run: PublishedRun, utilization: float) -> PublishedRun:
-    """A run of 530 billion parameters as eight replicas; their MFU counts the full square."""
+    """A run of 530 billion parameters as eight replicas; the paper's MFU counts the full square."""
     layout, batch = replace(run.layout, data=8), 8 * run.global_batch
     flops = 3 * forward_flops(run.model, batch, causal=False).total
     seconds = flops / (utilization * layout.devices * 312e12)
@@ -299,7 +299,7 @@ def _on_2240_gpus(run: PublishedRun, utilization: float) -> PublishedRun:
 KORTHIKANTI_2240 = (_on_2240_gpus(KORTHIKANTI[2], 0.421), _on_2240_gpus(KORTHIKANTI[6], 0.542))
 
 # As in section 2.4: 280, 350 and 420 nodes, 8 to 12 replicas of t = 8, p = 35. The same model on
-# the same machine ran by a fifth faster in SC'21's table 2 than here on 2,240 GPUs.
+# the same machine ran a fifth faster in SC'21's table 2 than here on 2,240 GPUs.
 MT_NLG = _curve(
     "MT-NLG",
     [
@@ -308,7 +308,7 @@ MT_NLG = _curve(
     ],
     unit="seconds",
 )
-# t = 8, p = 8, v = 6. That nothing is recomputed and the optimizer sharded over `data` is assumed.
+# t = 8, p = 8, v = 6. Assumed: nothing is recomputed, and the optimizer is sharded over `data`.
 MEGASCALE = _curve(
     "MegaScale table 2",
     [
@@ -322,7 +322,7 @@ MEGASCALE = _curve(
     series="Megatron-LM", unit="seconds", software="megatron-2023", zero=1,
 )  # fmt: skip
 # 384 GPUs: t = 4, p = 12 with the embedding and the head as a layer each. Four links of 100 Gb/s a
-# node in place of eight of 200. "About 150 teraFLOP/s", of which recomputation is a part.
+# node instead of eight of 200. "About 150 teraFLOP/s", which includes recomputation.
 BLOOM = _curve(
     "BLOOM",
     [
@@ -332,7 +332,7 @@ BLOOM = _curve(
     ],
     zero=1, on=replace(hardware(MACHINE), network_gb_s=6.25),
 )  # fmt: skip
-# t = 8, p = 16. That v is 8, as in the preset, and attention's core is recomputed is assumed.
+# t = 8, p = 16. Assumed: v = 8, as in the preset, and attention's core is recomputed.
 _405B = preset("llama-3-405b")
 LLAMA_3 = _curve(
     "Llama 3 405B",
@@ -347,9 +347,9 @@ LLAMA_3 = _curve(
 )  # fmt: skip
 ELSEWHERE = MT_NLG + MEGASCALE + BLOOM + LLAMA_3
 
-# Of figure 13 the two runs whose tensor groups leave their node: they tell the network's share.
+# From figure 13, the two runs whose tensor groups span nodes: they determine the network's share.
 FITTED_RUNS = TABLE_1_RUNS + FIGURE_13[:2] + FIGURE_16 + FIGURE_18
-# Figure 12's other half is figure 18's. Of table 2, ZeRO-3's two constants were read off.
+# Figure 12's other half is part of figure 18. ZeRO-3's two constants were read off table 2.
 HELD_OUT_RUNS = (
     FIGURE_7
     + FIGURE_11

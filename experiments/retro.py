@@ -1,12 +1,12 @@
-"""RETRO on Python's help pages: trained, and asked whether it reads what was found for it.
+"""RETRO trained on Python's help pages, and a test that it reads the neighbours it is given.
 
     python experiments/retro.py
 
 builds a dataset of bytes, finds the neighbours of its chunks, and trains a small RETRO, 200 steps
 on one device, and then on 8 virtual ones: data 2 x pipe 2, interleaved, x tensor 2, ZeRO-3, W apart
-from B. It prints how far the losses are apart, and the held-out loss with each sample's own
-neighbours and with those of other samples. Each page is there twice, under two names, so that what
-comes next is there to be found; `--copies 1` has each of them once.
+from B. It prints how far apart the losses are, and the held-out loss with each sample's own
+neighbours and with those of other samples. Each page is stored twice, under two names, so that its
+continuation can be found; `--copies 1` stores each of them once.
 
 Expected time: three and a half minutes of one core, the dataset's neighbours included.
 Expected result: losses within 1e-5 in the first 20 steps; held out 0.73 nats a byte with its own
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _dataset(options: Options) -> str:
-    """A dataset of Python's help pages with its neighbours; those that are there are kept."""
+    """A dataset of Python's help pages with its neighbours; files that exist are kept."""
     from pydoc_data.topics import topics
 
     out = Path(options.out, f"copies_{options.copies}")
@@ -86,7 +86,7 @@ def _dataset(options: Options) -> str:
 
 
 def _trained(run: RunConfig, corpus: Any, options: Options) -> tuple[list[float], dict[str, float]]:
-    """(the loss of each step, held-out losses with neighbours of one's own and of others)"""
+    """(the loss of each step, held-out losses with own neighbours and with those of others)"""
     from mtx.step.trainer import Trainer
 
     trainer = Trainer(run)

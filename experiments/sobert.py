@@ -1,18 +1,18 @@
 """SOBert: a BERT that reads 2,048 tokens, trained on posts (Mukherjee and Hellendoorn 2023).
 
     python experiments/sobert.py                                    # costs, and a small one trained
-    python experiments/sobert.py --posts Posts.xml --out runs/posts # on posts of your own
+    python experiments/sobert.py --posts Posts.xml --out runs/posts # on your own posts
     python experiments/sobert.py --posts Posts.xml --size base --target a100-80gb --out /shared/base
 
 prints what the paper's two models cost by the planner, for its 27 billion tokens in batches of half
 a million, beside what the paper paid ($187 and $800, arXiv 2306.03268, abstract; the version at
-FORGE 2025 says $374 and $1,600). Then it goes the whole way: posts to documents, a WordPiece of
-their own, a dataset of sentences, training. POSTS are Posts.xml of a Stack Exchange dump, whose
-HTML becomes text with the code kept, or files that `mtx data build` reads (.jsonl, .txt, ...);
-without any they are Python's help topics.
+FORGE 2025 says $374 and $1,600). Then it goes all the way: from posts to documents, a WordPiece
+tokenizer trained on them, a dataset of sentences, and training. POSTS are Posts.xml of a Stack
+Exchange dump, whose HTML becomes text with the code kept, or files that `mtx data build` reads
+(.jsonl, .txt, ...); without any, Python's help topics are used.
 
-Expected time of the first: two minutes on two CPU cores.
-Expected result: the same price of an hour for both models, 3.16 and 3.13 dollars; the held-out
+Expected time of the first command: two minutes on two CPU cores.
+Expected result: the same price per hour for both models, 3.16 and 3.13 dollars; the held-out
 loss, of masked tokens and of the order of texts together, falls from 8.5 to 6.3 nats.
 """
 
@@ -48,10 +48,10 @@ class Options:
     """Costs of SOBert by the planner, and a BERT of 2,048 tokens trained on posts."""
 
     posts: tuple[str, ...] = ()  # Posts.xml, or text files, JSON lines and folders
-    size: Literal["miniature", "base", "large"] = "miniature"  # what is trained
+    size: Literal["miniature", "base", "large"] = "miniature"  # of the model that is trained
     out: str = "runs/sobert"  # documents, tokenizer, dataset and run
     steps: int = 60  # of the miniature; the others take as many as their tokens need
-    target: str = "a100-80gb"  # what the costs are of
+    target: str = "a100-80gb"  # the GPU whose hours are counted
     virtual_devices: int = 8  # of the miniature
 
 
@@ -85,7 +85,7 @@ def plan_of(size: str, target: str) -> Plan:
 
 
 def gpu_hours(plan: Plan) -> float:
-    """Of the paper's tokens."""
+    """GPU hours for the paper's number of tokens."""
     run = plan.run
     steps = TOKENS / (run.global_batch * run.model.sequence)
     return steps * plan.time.step_s * run.layout.devices / 3600
@@ -115,7 +115,7 @@ def print_costs(target: str) -> None:
 
 
 class _Text(HTMLParser):
-    """What a post says, code as it stands."""
+    """The text of a post, with its code unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def is_dump(posts: Sequence[str]) -> bool:
 
 
 def read_dump(path: str) -> Iterator[str]:
-    """Title and body of each post of a Posts.xml; UserError where it is none."""
+    """Title and body of each post of a Posts.xml; UserError if the file is not one."""
     try:
         for _, row in ElementTree.iterparse(path):
             if row.tag == "row":
@@ -144,7 +144,7 @@ def read_dump(path: str) -> Iterator[str]:
 
 
 def write_posts(posts: Sequence[str], path: Path) -> str:
-    """A line of JSON for each post; of Python's help topics where there are none."""
+    """Write a line of JSON for each post, or for each of Python's help topics if there are none."""
     documents = (
         (text for post in posts for text in read_dump(post)) if posts else read_documents(()).texts
     )

@@ -1,7 +1,7 @@
-"""What the parts of a step cost, each timed on its own: ops, ends, idle ticks, the optimizer.
+"""Costs of a step's parts, each timed alone: ops, embedding and head, idle ticks, the optimizer.
 
-All are compiled for the mesh of the whole step and timed on all of its devices at once, so that
-they have the cores and the load that the step has.
+All are compiled for the mesh of the whole step and timed on all its devices at once, so that they
+have the same cores and load as the step.
 
 Legend: P stages · B rows · s sequence, or a slice of it · D hidden
 """
@@ -28,50 +28,50 @@ from mtx.sharding.collectives import broadcast_from
 from mtx.step.trainer import Trainer
 
 REFERENCE = "1f1b"  # the plainest table
-_REPEATS = 2  # ops of one kind on whole sequences and stages in a row, timed together
-_SLOTS = 2  # of the ring that they go through
-_APART = 50  # ticks between those of the table that prices an idle tick
+_REPEATS = 2  # runs of one op over whole sequences and stages in a row, timed together
+_SLOTS = 2  # of the ring that they cycle through
+_APART = 50  # distance of busy ticks in the table that prices an idle tick
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the parts of a step take on all stages at once, in seconds or core-seconds."""
+    """Costs of a step's parts on all stages at once, in seconds or core-seconds."""
 
-    forward: float  # F of one item and chunk, and so the next three
-    both: float  # B where it makes both gradients
+    forward: float  # F of one item and chunk, as are the next three
+    both: float  # B that computes both gradients
     backward: float  # B of the input alone
     weight: float  # W
-    ends: float  # embedding and head of one item, there and back
-    tick: float  # one in which all stages are idle: conds and sends
+    ends: float  # embedding and head of one item, forward and backward
+    tick: float  # a tick in which all stages are idle: conds and sends
     once: float  # gathering, clipping and the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes on one device of what a table has slots for."""
+    """Bytes on one device of the values that a table has slots for."""
 
     input: int  # x_BsD
     residuals: int  # of one chunk
-    deferred: int  # what waits for W, of one chunk
+    deferred: int  # kept until W, of one chunk
     cache: int  # keys and values of whole sequences, of one chunk
 
 
 class Seconds(NamedTuple):
-    """How long something took, and how much of all cores it used meanwhile."""
+    """How long something took, and how many core-seconds it used meanwhile."""
 
     wall: float
     work: float
 
 
 def timed(f: Callable, *args):
-    """(Seconds, what f returns once it is there)"""
+    """(Seconds, f's value once it is ready)"""
     wall, work = time.perf_counter(), time.process_time()
     value = jax.block_until_ready(f(*args))
     return Seconds(time.perf_counter() - wall, time.process_time() - work), value
 
 
 class Held(NamedTuple):
-    """What the ops of a stage read and write; leaves [P, ...], of one stage inside."""
+    """Arrays that a stage's ops read and write; leaves [P, ...], inside `shard_map` without P."""
 
     x_BsD: jax.Array
     ring: tuple
@@ -85,8 +85,8 @@ class Held(NamedTuple):
 
 
 class Ops:
-    """F, B and W of one number of chunks and slices, and the ends: compiled functions, each of
-    which runs its op a few times in a scan, as the step does."""
+    """F, B and W for one number of chunks and slices, and embedding with head: compiled functions,
+    each of which runs its op a few times in a scan, as the step does."""
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.schedule = trainer, trainer.schedule
@@ -177,7 +177,7 @@ class Ops:
         )  # fmt: skip
 
     def _repeated(self, run: Callable) -> Callable:
-        """(params, held) -> held after a few ops, each with the output of the one before it."""
+        """(params, held) -> held after a few ops, each applied to the previous one's output."""
 
         def repeat(params, held):
             def one(held, i):
@@ -218,7 +218,7 @@ class Ops:
         return held._replace(w_gradients=gradients)
 
     def _ends(self, params, op: Op, held: Held) -> Held:
-        """Embedding and head as all stages run them together, there and back."""
+        """Embedding and head as all stages run them together, forward and backward."""
         model, pipe = self.trainer.model, self.trainer.axes.pipe
         rows, sequence, _ = self.x_BsD.shape
         ids = jnp.arange(rows * sequence, dtype=jnp.int32).reshape(rows, sequence)
@@ -227,7 +227,7 @@ class Ops:
         context, is_here = self._context(op.item, -1), lax.axis_index("pipe") == 0
         shared = _shared(params)
         x_BsD, embed_vjp = jax.vjp(lambda s: model.embed(s, batch, context)["x"], shared)
-        # What the op before has left goes in, so that no two are alike and all have to run.
+        # The previous op's output is added, so that no two ops are equal and all have to run.
         y_BsD = broadcast_from(x_BsD + 1e-3 * held.x_BsD, is_here, pipe)
         loss, vjp = jax.vjp(lambda s, y: model.loss(s, {"x": y}, batch), shared, y_BsD)
         of_head, dy_BsD = vjp(jnp.ones_like(loss))
@@ -237,12 +237,12 @@ class Ops:
 
 
 def _shared(params):
-    """Those of embedding and head."""
+    """Parameters of embedding and head."""
     return {part: params[part] for part in ("embed", "head")}
 
 
 def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:
-    """The trainer of `run`'s model by this table."""
+    """The trainer of `run`'s model with this table."""
     layout = Layout(
         pipe=schedule.stages, virtual=schedule.virtual, slices=schedule.slices,
         microbatch=run.layout.microbatch, schedule=schedule.name,
@@ -252,7 +252,7 @@ def trainer_of(schedule: Schedule, run: RunConfig) -> Trainer:
 
 
 class NoPipeline:
-    """In a pipeline's place, where only what a step does beside it is to be timed."""
+    """Replacement of a pipeline, to time only the rest of a step."""
 
     chunk_shards = None
 
@@ -263,7 +263,7 @@ class NoPipeline:
 
 
 def compile_training(schedule: Schedule, run: RunConfig, pipeline=None) -> tuple[Training, float]:
-    """(a step by this table, seconds to compile it); `pipeline` in place of the table's own"""
+    """(a step by this table, seconds to compile it); pipeline: replaces the table's own"""
     trainer = trainer_of(schedule, run)
     if pipeline is not None:
         trainer.pipeline = pipeline
@@ -275,8 +275,8 @@ def compile_training(schedule: Schedule, run: RunConfig, pipeline=None) -> tuple
 
 
 class Beside:
-    """What a step costs beside its ops: three steps, two of them of one microbatch, whose tables
-    differ in idle ticks alone, and one without a pipeline."""
+    """Costs of a step besides its ops, from three steps: two of one microbatch, whose tables differ
+    only in idle ticks, and one without a pipeline."""
 
     def __init__(self, reference: Schedule, run: RunConfig):
         one = make(REFERENCE, microbatches=1, stages=reference.stages)
@@ -287,7 +287,7 @@ class Beside:
         self._without = compile_training(reference, run, NoPipeline())[0]
 
     def time(self) -> dict[str, Seconds]:
-        """Of an idle tick, and of what is done once."""
+        """Costs of an idle tick, and of everything that is done once."""
         few, many, once = (
             timed(training.advance)[0] for training in (self._few, self._many, self._without)
         )

@@ -5,8 +5,8 @@
 
 prints for every row the throughput that the paper measured and the one that `mtx.plan.time`
 predicts for the same model, layout, batch and settings (fp16, every block recomputed, no sequence
-parallelism), and how long a step takes by either. The last columns say where the predicted time
-goes. `experiments/fit_time.py` says how the prediction was calibrated: this table is a part of it.
+parallelism), and the time of a step by either. The last columns say where the predicted time goes.
+`experiments/fit_time.py` says how the prediction was calibrated, in part on this table.
 
 Expected time: a second.
 Expected result: every row within 5 %.
@@ -49,7 +49,7 @@ class Options:
 
 
 def shares(time: StepTime) -> dict[str, float]:
-    """The parts of a step's time, of 1."""
+    """The parts of a step's time, as fractions of 1."""
     return {
         name: sum(getattr(time, field) for field in parts) / time.step_s
         for name, (parts, _) in PARTS.items()
@@ -57,7 +57,7 @@ def shares(time: StepTime) -> dict[str, float]:
 
 
 def columns(*headers: str, left: int, between: int = 2) -> Table:
-    """An empty table, `left` of whose columns are texts, and the others numbers."""
+    """An empty table whose first `left` columns are text and the others numbers."""
     table = Table(box=None, padding=(0, between, 0, 0), header_style="")
     for place, header in enumerate(headers):
         table.add_column(header, justify="left" if place < left else "right", no_wrap=True)
@@ -65,7 +65,7 @@ def columns(*headers: str, left: int, between: int = 2) -> Table:
 
 
 def curves(runs: Sequence[PublishedRun]) -> dict[tuple[str, str], list[PublishedRun]]:
-    """The runs by where they stand and their series, in order."""
+    """The runs by table or figure and by series, in order."""
     found: dict[tuple[str, str], list[PublishedRun]] = {}
     for run in runs:
         found.setdefault((run.where, run.series), []).append(run)
@@ -129,7 +129,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str) -> None:
-    """Writes a picture; UserError where that cannot be."""
+    """Write a picture; UserError if that fails."""
     folder = Path(path).parent
     if not folder.absolute().is_dir():
         raise UserError(f"cannot draw {path}: there is no directory {folder}")

@@ -6,9 +6,10 @@
 >>> trainer = mtx.Trainer(run)
 >>> state, metrics = trainer.train_step(trainer.init(), trainer.place(batch))
 
-`__init__.pyi` lists the names and their homes: for type checkers, and for `__getattr__`, which
-imports a name when it is first used (as in Scientific Python's SPEC 1). So `import mtx` loads no
-JAX and touches no device. In a notebook it tells IPython how schedules are shown.
+`__init__.pyi` lists the names and the modules that define them, for type checkers and for
+`__getattr__`, which imports a name when it is first used (as in Scientific Python's SPEC 1). So
+`import mtx` loads no JAX and touches no device. In a notebook it tells IPython how to show
+schedules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of `import mtx`, and where each is at home."""
+"""The names of `import mtx`, and the modules that define them."""
 
 from mtx.api import convert as convert
 from mtx.api import evaluate as evaluate

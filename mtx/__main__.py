@@ -1,4 +1,4 @@
-"""`python -m mtx` is `mtx`: a command as a process of its own."""
+"""`python -m mtx`, the same as `mtx`: runs one command in its own process."""
 
 import os
 import sys
@@ -13,14 +13,14 @@ def run() -> NoReturn:
         from mtx.cli import main
 
         status = main()
-    except KeyboardInterrupt:  # while all that is imported
+    except KeyboardInterrupt:  # during these imports
         print("mtx: interrupted", file=sys.stderr)
         status = 130
-    except UserError as error:  # an added file of schedules, of a family or of an optimizer
+    except UserError as error:  # from an added file of schedules, of a family or of an optimizer
         print(f"mtx: {error}", file=sys.stderr)
         status = 2
     if status == 130 and not _is_one_of_several():
-        # Threads of JAX may still compute, and crash where the interpreter ends beneath them.
+        # JAX's threads may still be computing, and crash if the interpreter ends beneath them.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -28,7 +28,7 @@ def run() -> NoReturn:
 
 
 def _is_one_of_several() -> bool:
-    """Whether this process has joined others, which have to hear that it leaves."""
+    """Whether this process has joined others, which must be told that it leaves."""
     if "jax" not in sys.modules:
         return False
     import jax

@@ -1,9 +1,9 @@
-"""What a notebook needs, in one line each: parameters, loss and gradients of a model on a layout,
-and the model of a run.
+"""Functions for notebooks, used in one line each: parameters, loss and gradients of a model on a
+layout, and evaluation and conversion of a run's model.
 
-Parameters and gradients here are in canonical form, whatever the layout: layers of each kind
-stacked [L, ...] in model order, global shapes, no padding, and on the host as NumPy arrays, so that
-the results of two layouts can be compared. Parity tests and outside checks use the same functions.
+Parameters and gradients are in canonical form here, whatever the layout: layers of each kind are
+stacked [L, ...] in model order, with global shapes and no padding, as NumPy arrays on the host. So
+results of two layouts can be compared. Parity tests and outside checks use the same functions.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def trainer_for(
     schedule: Schedule | None = None,
     **run: Any,
 ) -> Trainer:
-    """The trainer of a model on a layout; `run` are further fields of `RunConfig`. `schedule`: a
-    table of one's own, in place of the one that the layout names."""
+    """The trainer of a model on a layout. run: further fields of `RunConfig`. schedule: your own
+    table, in place of the one that the layout names."""
     config = RunConfig(model=model, layout=layout, global_batch=global_batch, **run)
     return Trainer(config, schedule=schedule)
 
 
 def init_params(model: ModelConfig, *, seed: int = 0) -> Tree:
-    """Float32 {"embed": ..., "head": ..., "layers": {kind: leaves [L, ...]}}, the same that
+    """Float32 {"embed": ..., "head": ..., "layers": {kind: leaves [L, ...]}}, the parameters that
     training starts from."""
     trainer = trainer_for(model, Layout(), global_batch=1)
     return trainer.to_canonical(jax.device_get(trainer.init(seed).params))
@@ -66,8 +66,8 @@ def loss_and_gradients(
 
     batch: {"tokens": int32 [G, S], "targets": int32 [G, S], "weights": float32 [G, S]}; a weight of
     0 leaves a position out. params: canonical, as from `init_params`; by default those of `seed`,
-    which dropout follows too. schedule: a table of one's own. UserError where the batch or the
-    model does not fit the layout.
+    which dropout depends on too. schedule: your own table. UserError if the batch or the model does
+    not fit the layout.
     """
     require_kind("model", model, ModelConfig, "a ModelConfig, such as run.model")
     require_kind("layout", layout, Layout, "a Layout, such as run.layout")
@@ -89,8 +89,8 @@ def evaluate(
     step: int | None = None,
     layout: Layout | None = None,
 ) -> Perplexity | ClozeScores | ChoiceScores | MaskedPerplexity:
-    """What `mtx evaluate` finds, with its defaults: the model of a run (see `load_model`) measured
-    on files. For values of one's own, `perplexity` and the others take texts and a loaded model."""
+    """What `mtx evaluate` measures by default: the scores of a run's model (see `load_model`) on
+    files. For other settings, `perplexity` and the others take texts and a loaded model."""
     names = [str(name) for name in ([path] if isinstance(path, (str, Path)) else path)]
     if task == "race":
         questions = read_race(names)
@@ -107,8 +107,8 @@ def evaluate(
 
 
 def convert(source: str | Path, target: str | Path, *, check: Check = "auto") -> Converted:
-    """Hugging Face's directory to a run of ours, or a run to their format: whichever `source` is.
-    `to_checkpoint` and `to_huggingface` take what else each direction can be asked for."""
+    """Convert a Hugging Face directory to a run of ours, or a run to their format, depending on
+    `source`. `to_checkpoint` and `to_huggingface` have the further options of each direction."""
     there = is_huggingface(Path(source))
     return (to_checkpoint if there else to_huggingface)(source, target, check=check)
 

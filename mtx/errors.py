@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake: a single line with the values and the remedy."""
+"""The one exception for a user's mistakes: a single line with the values and the remedy."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for. Faces print it as one line and exit with status 2."""
+    """A mistake in the user's request. Commands print it as one line and exit with status 2."""
 
 
 def shown(value: object) -> str:
-    """`value` as Python writes it, shortened to a part of a line whatever it is."""
+    """`value` as Python writes it, shortened to fit in a line."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     try:
         return short.repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python refuses to write numbers of more than 4,300 digits
         return "a number of thousands of digits"
 
 
 def reason(error: BaseException) -> str:
-    """What a library says is wrong, as a part of a line."""
+    """The message of a library's error, shortened to fit in a line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def require_kind(name: str, value: object, kinds: type | tuple[type, ...], use: str) -> None:
-    """UserError where the argument `name` of a public function is of none of the `kinds`. use: what
-    to give in its place."""
+    """UserError if the argument `name` of a public function is of none of the types `kinds`. use:
+    what to give instead."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise UserError(f"{name}={shown(value)} is of type {type(value).__name__}; use {use}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not known: the known ones, and which of them is near, if any."""
+    """The error for an unknown name; it lists the known names, and suggests the nearest if any."""
     known = sorted(known)
     near = nearest(name, known)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
@@ -43,9 +43,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Those of `known` that `name` was likely meant to be, at most three: with other capitals or
-    hyphens; else those that begin with it; else the one that is a slip away, or, of a name of ten
-    letters, two, and so on."""
+    """The names of `known` that `name` was likely meant to be, at most three: those that differ in
+    capitals or hyphens; else those that begin with it; else the one that is a slip away, or two
+    slips for a name of ten letters, and so on."""
     plain = {other: _plain(other) for other in known}
     name = _plain(name)
     same = [other for other, letters in plain.items() if letters == name]
@@ -66,7 +66,7 @@ def _plain(name: str) -> str:
 
 
 def _slips(given: str, meant: str) -> int:
-    """Letters that are wrong, missing, too many, or swapped with the next: the edit distance."""
+    """The edit distance: letters that are wrong, missing, extra, or swapped with the next one."""
     before, row = [], list(range(len(meant) + 1))
     for i, one in enumerate(given):
         older, before, row = before, row, [i + 1]
@@ -85,7 +85,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` nearest to a number that is none."""
+    """The divisors of `value` nearest to `wanted`, which is not one: "2 or 4"."""
     small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
     divisors = {1, *small, *(value // n for n in small)}
     below = max((n for n in divisors if n < wanted), default=1)

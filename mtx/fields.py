@@ -22,17 +22,16 @@ class Between:
     most: float
 
     def __contains__(self, value: float) -> bool:
-        return self.least <= value <= self.most  # NaN is not
+        return self.least <= value <= self.most  # False for NaN
 
 
-_BOUNDS = {int: Between(-(2**63), 2**63 - 1), float: Between(-(2.0**127), 2.0**127)}  # else
+_BOUNDS = {int: Between(-(2**63), 2**63 - 1), float: Between(-(2.0**127), 2.0**127)}  # default
 
 
 def resolve_types(config: Any, *, prefix: str = "") -> None:
-    """Raises UserError where a field of a frozen dataclass has not the type that it says, or is
-    outside of its bounds. What means the same is put in its place: a tuple for a list or for one
-    text alone, Python's numbers for NumPy's, text for a path. `prefix` stands before the names in
-    errors."""
+    """Raises UserError if a field of a frozen dataclass does not have its declared type, or is out
+    of bounds. Equivalent values are converted in place: a list or a single text to a tuple, NumPy's
+    numbers to Python's, a path to text. `prefix` is put in front of the names in errors."""
     for name, (kind, resolved_types, bounds) in _kinds(type(config)).items():
         value = getattr(config, name)
         if type(value) in resolved_types and (bounds is None or value is None or value in bounds):
@@ -46,7 +45,7 @@ def resolve_types(config: Any, *, prefix: str = "") -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_right(_: type, value: str | int | float, kind: Any) -> bool:
-    """Whether a value of that type is of that kind as it is."""
+    """Whether `value` is of `kind` without conversion."""
     try:
         return _resolve("", value, kind) is value
     except (TypeError, UserError):
@@ -54,7 +53,7 @@ def _is_right(_: type, value: str | int | float, kind: Any) -> bool:
 
 
 def checked(name: str, value: Any, kind: Any) -> Any:
-    """The value of a field or an argument that says that it is of `kind`; UserError as above."""
+    """The value of a field or argument declared as `kind`, converted; UserError as above."""
     try:
         return _resolve(name, value, kind)
     except TypeError:
@@ -62,7 +61,7 @@ def checked(name: str, value: Any, kind: Any) -> Any:
 
 
 def require_above(config: Any, least: float, *names: str) -> None:
-    """UserError where one of these numbers is not above `least`."""
+    """UserError if one of these fields is not above `least`."""
     for name in names:
         if not (value := getattr(config, name)) > least:
             raise UserError(f"{name}={value} must be above {least}")
@@ -70,7 +69,7 @@ def require_above(config: Any, least: float, *names: str) -> None:
 
 @functools.cache
 def _kinds(config: type) -> dict[str, tuple[Any, frozenset[type], Between | tuple | None]]:
-    """By field: what it says, the types whose values are that as they are, and their bounds."""
+    """For each field: its declared type, the types that need no conversion, and its bounds."""
     hints = typing.get_type_hints(config, include_extras=True)
     return {
         name: (kind, frozenset(_resolved_types(kind)), _bounds(kind))
@@ -92,7 +91,7 @@ def _resolved_types(kind: Any) -> list[type]:
 
 
 def _bounds(kind: Any) -> Between | tuple | None:
-    """Of a number, or of one that may be None; the choices of a Literal."""
+    """The bounds of a number, or of one that may be None; the choices of a Literal."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return next(filter(None, map(_bounds, parts)), None)
@@ -103,7 +102,7 @@ def _bounds(kind: Any) -> Between | tuple | None:
 
 
 def _resolve(name: str, value: Any, kind: Any) -> Any:
-    """The value, or what means the same; TypeError where it is not of that kind."""
+    """The value, or its equivalent; TypeError if it is not of that kind."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         for part in parts:

@@ -1,4 +1,4 @@
-"""A user's files: read as text, JSON or TOML, or replaced. What is wrong is a UserError."""
+"""Reads a user's files as text, JSON or TOML, or replaces them. Every failure is a UserError."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 from mtx.errors import UserError, reason
 from mtx.paths import user_path
 
-MOST_BYTES = 2**28  # of a file that is read whole: ten times the largest tokenizers
+MOST_BYTES = 2**28  # most for a file that is read whole: ten times the largest tokenizers
 _MOST_TOML_BYTES = 2**20
-_MOST_LEVELS = 64  # of tables and lists within each other
-# A key such as a.b.c takes the square of its parts in time.
+_MOST_LEVELS = 64  # of nested tables and lists
+# Parsing a key such as a.b.c takes time quadratic in its number of parts.
 _LONG_KEY = re.compile(rf"(?:[^\s.,=]{{1,64}} ?\. ?){{{_MOST_LEVELS}}}")
 
 Name = str | os.PathLike
@@ -26,9 +26,9 @@ Name = str | os.PathLike
 
 @contextmanager
 def open_file(path: Name, what: str = "") -> Iterator[BinaryIO]:
-    """The file, to read its bytes; in errors `what` stands before its name: "plan file", perhaps.
+    """Open a file to read its bytes. what: precedes its name in errors, such as "plan file".
 
-    UserError where it cannot be opened or read, as a pipe or a device, which may have no end.
+    UserError if it cannot be opened or read, or is a pipe or a device, which may have no end.
     """
     name = f"{what} {path}".lstrip()
     try:
@@ -40,13 +40,13 @@ def open_file(path: Name, what: str = "") -> Iterator[BinaryIO]:
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror or error}") from None
     except ValueError as error:
-        if "\0" not in os.fspath(path):  # else it is the name that is wrong
+        if "\0" not in os.fspath(path):  # with a NUL, the name is wrong
             raise
         raise UserError(f"cannot read {name!r}: {error}") from None
 
 
 def read_bytes(path: Name, what: str = "", *, most: int = MOST_BYTES) -> bytes:
-    """All of a file. UserError as for `open_file`, and where it has more than `most` bytes."""
+    """All bytes of a file. UserError as for `open_file`, and if there are more than `most`."""
     with open_file(path, what) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -55,7 +55,7 @@ def read_bytes(path: Name, what: str = "", *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Name, what: str = "", *, most: int = MOST_BYTES) -> str:
-    """All of a file in UTF-8. UserError as for `read_bytes`, and where it is something else."""
+    """All text of a file. UserError as for `read_bytes`, and if it is not UTF-8."""
     try:
         return read_bytes(path, what, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -63,13 +63,13 @@ def read_text(path: Name, what: str = "", *, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Name, what: str = "") -> Any:
-    """What a file holds as JSON. UserError as for `read_text` and `parse_json`, and for a whole
+    """The value of a JSON file. UserError as for `read_text` and `parse_json`, and for a whole
     number beyond 64 bits."""
     return _within_64_bits(parse_json(read_text(path, what), str(path)), path)
 
 
 def read_toml(path: Name, what: str = "") -> dict[str, Any]:
-    """What a file holds as TOML. UserError as for `read_json`."""
+    """The table of a TOML file. UserError as for `read_json`."""
     text = read_text(path, what, most=_MOST_TOML_BYTES)
     if _LONG_KEY.search(text):
         raise UserError(f"{path} is not TOML: it has a key of more than {_MOST_LEVELS} parts")
@@ -82,8 +82,8 @@ def read_toml(path: Name, what: str = "") -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """What `text` says; UserError, which begins with `where`, where it is not JSON, or nested so
-    deeply that it could be read, but not written."""
+    """The value of JSON text. UserError, beginning with `where`, if it is not JSON, or is nested so
+    deeply that it could be read but not written."""
     try:
         value = json.loads(text)
         for _ in _levels(value):
@@ -96,7 +96,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"more than {_MOST_LEVELS} lists and tables within each other"
-    return reason(error).partition("; use sys.")[0]  # of a number with thousands of digits
+    return reason(error).partition("; use sys.")[0]  # for a number of thousands of digits
 
 
 def _within_64_bits(value: Any, path: Name) -> Any:
@@ -107,7 +107,7 @@ def _within_64_bits(value: Any, path: Name) -> Any:
 
 
 def _levels(value: Any) -> Iterator[list[Any]]:
-    """What stands in `value`, level by level; RecursionError where there are too many."""
+    """The parts of a nested `value`, level by level; RecursionError for too many levels."""
     level = [value]
     for _ in range(_MOST_LEVELS + 2):
         yield level
@@ -121,11 +121,11 @@ def _levels(value: Any) -> Iterator[list[Any]]:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write to, with its suffix, which takes its place at the end, so that
-    a file is there whole or not at all.
+    """A path next to `path`, with the same suffix, to write to. It replaces `path` at the end, so
+    that a file is there whole or not at all.
 
-    Where writing fails nothing is left behind and what was at `path` stays; where it fails because
-    it cannot be done, UserError says why. What is no file, such as /dev/null, is written to itself.
+    If writing fails, nothing is left behind and `path` keeps its contents; if the system refuses
+    it, UserError says why. A path that is not a file, such as /dev/null, is written to directly.
     """
     path = user_path(path)
     try:
@@ -134,7 +134,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             return
         target = Path(os.path.realpath(path))  # a link stays a link
         written = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-        written.touch()  # says what is wrong with a folder before anything is computed
+        written.touch()  # fails, if the folder is wrong, before anything is computed
         try:
             yield written
             os.replace(written, target)

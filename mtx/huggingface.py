@@ -1,9 +1,9 @@
-"""What a family says of its models in Hugging Face's transformers: what a config.json means, and
-which tensors make up which arrays of ours.
+"""How a family's models correspond to those of Hugging Face's transformers: what a config.json
+means, and which tensors make up which of our arrays.
 
-Here nothing is computed but transposes, reshapes and stacks, so that going there and back gives
-the same bits. Our arrays are named by path, as in a checkpoint: "embed.tokens", "head.norm.scale"
-and, of the layers of a kind, "layers.block.attention.out.w" [L, ...], in model order.
+Only transposes, reshapes and stacks are computed here, so that a round trip gives the same bits.
+Our arrays are named by path, as in a checkpoint: "embed.tokens", "head.norm.scale" and, for the
+layers of a kind, "layers.block.attention.out.w" [L, ...], in model order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mtx.sizes import Interval, Step
 
 Json = dict[str, Any]
 Shape = tuple[int, ...]
-# vector: its numbers in one row. table: as it is. conv1d: [inputs, outputs], a layer of GPT-2.
+# Of a tensor. vector: flat. table: like our array. conv1d: [inputs, outputs], a layer of GPT-2.
 # linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
-# neighbours: our last two dims, turned, are its last. convolution: our last dim is its first.
+# neighbours: its last dim is our last two, swapped. convolution: its first dim is our last.
 Form = Literal["vector", "table", "conv1d", "linear", "depthwise", "neighbours", "convolution"]
 _MISSING = object()
 
@@ -35,13 +35,13 @@ _MISSING = object()
 class Fields:
     """The values of a config.json, with the defaults of transformers, which does not write them.
 
-    What a config asks for and our models do not have is refused by the name that it has there.
+    A value that our models do not support is refused under its name in config.json.
     """
 
     def __init__(self, values: Json, defaults: Json, where: str):
         self._values = defaults | values
         self.where = where
-        self.notes: list[str] = []  # what is read in another way than it is written
+        self.notes: list[str] = []  # values that are not read as they are written
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -63,13 +63,13 @@ class Fields:
         return self.number(name) if kind is float else self.whole(name)
 
     def require(self, name: str, *allowed: Any) -> None:
-        """UserError where it has another value; one that is not there is none."""
+        """UserError if a value is present and is none of `allowed`."""
         value = self._values.get(name, _MISSING)
         if value is not _MISSING and value not in allowed:
             raise self.refused(name, " or ".join(map(repr, allowed)))
 
     def refused(self, name: str, ours: str) -> UserError:
-        """The error for a value that our models do not have; they have `ours`."""
+        """The error for a value that our models do not support; they have `ours`."""
         value = shown(self._values.get(name))
         return UserError(f"{self.where}: {name}={value} must be {ours}: our models have no other")
 
@@ -80,7 +80,7 @@ class Fields:
         return choices[value]
 
     def table(self, name: str, defaults: Json | None = None) -> Fields | None:
-        """A table within it; with defaults, one that is not there has these alone."""
+        """A nested table, over `defaults`; None if it is missing and has no defaults."""
         value = self._values.get(name)
         if value is None and defaults is None:
             return None
@@ -90,7 +90,7 @@ class Fields:
 
 
 def ffn_field(fields: Fields, name: str, hidden_name: str) -> Json:
-    """The size of an MLP as a config of ours has it: as a multiple of the hidden size, if it is."""
+    """The size of an MLP in our config: as a multiple of the hidden size, if it is one."""
     size, hidden = fields.whole(name), fields.whole(hidden_name)
     return {"ffn": size} if size % hidden else {"ffn_multiple": size // hidden}
 
@@ -102,31 +102,31 @@ def ffn_field(fields: Fields, name: str, hidden_name: str) -> Json:
 class Weight:
     """One of our arrays and the tensors that it is made of."""
 
-    leaf: str  # its path; of layers, what follows "layers.<kind>."
-    names: tuple[str, ...]  # (): there is no such tensor, and the array begins as zeros
+    leaf: str  # the path of our array; for layers, what follows "layers.<kind>."
+    names: tuple[str, ...]  # of the tensors; (): there are none, and the array begins as zeros
     form: Form = "vector"
     inputs: int = 1  # how many of our leading dims are a layer's inputs
     stack: int | None = None  # the dim of ours along which several tensors are stacked
-    of_layer: bool = True  # of layers, whether a layer's number stands before the names
-    experts: bool = False  # our first dim: each has tensors of its own, {} in names is its number
-    float32: bool = False  # its tensors are, whatever the others are
-    # Paths, this one's too, of the arrays of ours whose tensors are rows of one, after one another.
+    of_layer: bool = True  # for layers: whether the names follow a layer's prefix, with its number
+    experts: bool = False  # our first dim is experts, each with its own tensors; {}: its number
+    float32: bool = False  # its tensors are float32, whatever the others are
+    # Paths of our arrays, this one included, that are consecutive rows of the same tensors.
     joined: tuple[str, ...] = ()
-    kinds: tuple[str, ...] | None = None  # of layers, the kinds that it is of; None: all
+    kinds: tuple[str, ...] | None = None  # for layers: the kinds that have it; None: all
 
     @property
     def in_parts(self) -> bool:
-        """Whether some rows of ours are some of its tensors, or some rows of them."""
+        """Whether some of our rows correspond to some tensors, or to some rows of them."""
         return self.experts or self.form in ("table", "neighbours")
 
     def tensor_names(self, shape: Shape) -> tuple[str, ...]:
-        """Of all tensors of an array of that shape."""
+        """The names of all tensors of an array of that shape."""
         if not self.experts:
             return self.names
         return tuple(name.format(expert) for expert in range(shape[0]) for name in self.names)
 
     def tensor_shape(self, shape: Shape) -> Shape:
-        """The shape of each tensor, or of this array's rows of it, from that of our array."""
+        """The shape of each tensor, or of this array's rows of it, given our array's shape."""
         if self.experts:
             return replace(self, experts=False).tensor_shape(shape[1:])
         if self.form == "neighbours":
@@ -145,7 +145,7 @@ class Weight:
         return sizes if self.form == "conv1d" else sizes[::-1]
 
     def to_ours(self, tensors: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
-        """Our array, of that shape, float32."""
+        """Our float32 array of that shape, from its tensors."""
         if not self.names:
             return np.zeros(shape, np.float32)
         if self.experts:
@@ -194,7 +194,7 @@ class Weight:
 
 
 def layer_of(leaf: str, name: str, form: Form, *, inputs: int = 1) -> tuple[Weight, Weight]:
-    """Weight and bias."""
+    """The weight and bias of a linear layer."""
     return (
         Weight(f"{leaf}.w", (f"{name}.weight",), form, inputs),
         Weight(f"{leaf}.b", (f"{name}.bias",)),
@@ -202,7 +202,7 @@ def layer_of(leaf: str, name: str, form: Form, *, inputs: int = 1) -> tuple[Weig
 
 
 def norm_of(leaf: str, name: str) -> tuple[Weight, Weight]:
-    """Scale and bias of a layer norm."""
+    """The scale and bias of a layer norm."""
     return Weight(f"{leaf}.scale", (f"{name}.weight",)), Weight(f"{leaf}.bias", (f"{name}.bias",))
 
 
@@ -210,19 +210,19 @@ def norm_of(leaf: str, name: str) -> tuple[Weight, Weight]:
 class Names:
     """The tensors of a family, one table for all its kinds of layers."""
 
-    layer: str  # what stands before the names of a layer's tensors, with {} for its number
+    layer: str  # prefix of the names of a layer's tensors, with {} for its number
     shared: tuple[Weight, ...]
     layers: tuple[Weight, ...]
-    prefix: str  # before all names but those of `heads`; some files leave it out
+    prefix: str  # of all names except those of `heads`; some files leave it out
     heads: tuple[str, ...]
     twins: Mapping[str, str] = field(default_factory=dict)
-    # with tied weights: tensors that, where they are there, are the same as another
+    # with tied weights: tensors that, if present, are the same as another
     spellings: Mapping[str, str] = field(default_factory=dict)  # older endings of names
-    # Other beginnings of names, each looked for in turn
+    # Other beginnings of names, each looked for in turn, and ours
     beginnings: Mapping[str, str] = field(default_factory=dict)
-    ignored: str = r"(?!)"  # tensors that are no parameters, as a regular expression
-    optional: tuple[str, ...] = ()  # paths of parts that a model may be without
-    # What stands there for some kinds instead, whose layers have numbers of their own: an encoder's
+    ignored: str = r"(?!)"  # tensors that are not parameters, as a regular expression
+    optional: tuple[str, ...] = ()  # paths of parts that a model may lack
+    # `layer` of kinds whose layers are numbered separately, such as an encoder's
     stacks: Mapping[str, str] = field(default_factory=dict)
 
     def short(self, name: str) -> str:
@@ -246,19 +246,19 @@ class Names:
     def arrays(
         self, shapes: Mapping[str, Shape], pattern: Sequence[str]
     ) -> Iterator[tuple[str, Weight, tuple[str, ...]]]:
-        """Of each of our arrays: its path, its Weight, and what stands before the tensors' names:
-        nothing for shared ones, one text a layer for others. pattern: the kind of each layer."""
+        """For each of our arrays: its path, its Weight, and the prefixes of its tensors' names: an
+        empty one if it is shared, else one for each layer. pattern: the kind of each layer."""
         known = self._rows(pattern)
         for path in shapes:
             yield (path, *known[path])
 
     def unnamed(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> list[str]:
-        """The paths of arrays that have no row."""
+        """The paths of arrays that have no row in the table."""
         known = self._rows(pattern)
         return [path for path in shapes if path not in known]
 
     def _rows(self, pattern: Sequence[str]) -> dict[str, tuple[Weight, tuple[str, ...]]]:
-        """By path, what `arrays` gives of it."""
+        """By path: the Weight and the prefixes that `arrays` yields."""
         starts: dict[str, tuple[str, ...]] = {}
         known: dict[str, tuple[Weight, tuple[str, ...]]]
         counts: dict[str, int] = {}
@@ -288,7 +288,7 @@ class Names:
         return found
 
     def joined(self, path: str, weight: Weight) -> list[tuple[str, Weight]]:
-        """The arrays that an array's tensors have after one another, itself alone as a rule."""
+        """The arrays whose rows an array's tensors consist of, in order: usually itself alone."""
         if not weight.joined:
             return [(path, weight)]
         start = path.removesuffix(weight.leaf)
@@ -296,7 +296,7 @@ class Names:
         return [(start + leaf, weights[leaf]) for leaf in weight.joined]
 
     def rows(self, path: str, weight: Weight, shapes: Mapping[str, Shape]) -> slice:
-        """Which rows of its tensors an array of layers has."""
+        """The rows of its tensors that an array of layers consists of."""
         if not weight.joined:
             return slice(None)
         counts = [each.tensor_shape(shapes[at][1:])[0] for at, each in self.joined(path, weight)]
@@ -305,28 +305,28 @@ class Names:
 
 
 def is_of_layers(path: str) -> bool:
-    """Whether an array is [L, ...], of the layers of a kind."""
+    """Whether an array is [L, ...], stacked over the layers of a kind."""
     return path.startswith("layers.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """What transformers calls a model type."""
+    """A model type, in the sense of transformers."""
 
     model_type: str
-    architecture: str  # of a whole model
+    architecture: str  # the class of a whole model
     defaults: Json  # of config.json
     names: Names
-    fields: Mapping[str, str]  # numbers of the family's config, and what they are called there
+    fields: Mapping[str, str]  # values of the family's config, and their names in config.json
     to_model: Callable[[Fields], Json]  # the other fields of the family's config
     to_config: Callable[[Any], Json]  # and the other values of config.json
-    fixed: Json = field(default_factory=dict)  # values that config.json may have no others of
+    fixed: Json = field(default_factory=dict)  # the only values that config.json may have
     has: Callable[[Any], bool] = lambda model: True  # whether a model of the family is of this type
-    # the model without what none of its tensors, by short name, are there for
+    # the model without parts none of whose tensors, by short name, are there
     as_there: Callable[[Any, Mapping[str, Any]], Any] = lambda model, tensors: model
 
     def names_of(self, shapes: Mapping[str, Shape], pattern: Sequence[str]) -> Names:
-        """`names`, for arrays of these shapes; UserError where one has no row there."""
+        """`names`, for arrays of these shapes; UserError if one has no row there."""
         if unnamed := self.names.unnamed(shapes, pattern):
             raise UserError(
                 f"model_type={self.model_type!r} has no names for {', '.join(unnamed[:4])}; give "

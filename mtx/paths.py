@@ -1,4 +1,4 @@
-"""Paths that a user names: of this machine, or of what is mounted on it."""
+"""Paths that a user names, on this machine or on what is mounted there."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from mtx.errors import UserError, require_kind
 
 _STORES = "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|r2|oss|cos|b2|dbfs|hf|https?|s?ftp"
-# gs://bucket/run, also gs:/bucket/run as pathlib makes of it, s3:bucket, simplecache::s3://bucket.
-# A drive (C:/runs) is none, nor is ./gs:/bucket.
+# gs://bucket/run, also gs:/bucket/run as pathlib shortens it, s3:bucket, simplecache::s3://bucket.
+# A drive (C:/runs) is not an address, nor is ./gs:/bucket.
 _ADDRESS = re.compile(rf"\s*(\w+::)*([a-z][a-z0-9+.-]+:[/\\]|({_STORES}|file):)", re.IGNORECASE)
-_MOST_NAME = 255  # bytes, of Linux and nearly all of its file systems
-_MOST_PATH = 3840  # bytes: Linux's 4096, less what is made below a run's folder
+_MOST_NAME = 255  # bytes, on Linux and nearly all its file systems
+_MOST_PATH = 3840  # bytes: Linux's 4096, less the paths made below a run's folder
 
 
 def user_path(path: str | os.PathLike, name: str = "path") -> Path:
-    """The path, which need not exist, with ~ expanded; UserError as for `check_path`, and where it
-    cannot be reached, so that Path's own questions (`is_dir`) get answers."""
+    """The path, which need not exist, with ~ expanded. UserError as for `check_path`, and if it
+    cannot be reached, so that Path's own methods (`is_dir`) do not fail."""
     check_path(name, path)
     path = Path(os.path.expanduser(path))
     try:
-        str(path).encode()  # it goes into files of JSON
+        str(path).encode()  # it is written to JSON files
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -33,8 +33,8 @@ def user_path(path: str | os.PathLike, name: str = "path") -> Path:
 
 
 def check_path(name: str, path: str | os.PathLike) -> None:
-    """Raises UserError where `path` can be no file or folder: it is an address, has a NUL in it, or
-    is too long. `name`: what it was given as."""
+    """Raises UserError if `path` cannot be a file or folder: it is an address, has a NUL in it, or
+    is too long. name: the argument or option that it was given as."""
     require_kind(name, path, (str, os.PathLike), "a path")
     text = os.fspath(path)
     if _ADDRESS.match(text):
@@ -46,7 +46,7 @@ def check_path(name: str, path: str | os.PathLike) -> None:
         raise UserError(f"{name}={_short(text)!r} has a NUL in it; use another")
     try:
         encoded = os.fsencode(text)
-    except UnicodeEncodeError:  # half of a pair, out of a file of JSON
+    except UnicodeEncodeError:  # a lone surrogate, from a JSON file
         raise UserError(f"{name}={_short(text)!r} is no text; use another") from None
     longest = max(map(len, encoded.split(b"/")))
     if longest > _MOST_NAME or len(encoded) > _MOST_PATH:

@@ -1,4 +1,4 @@
-"""Named runs: what the families' files say of published models, and small ones of our own."""
+"""Named runs: published models, from the families' files, and small models of our own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtx.families import presets_of
 
 _FAMILIES = {preset: name for name in families.NAMES for preset in presets_of(name)}
 NAMES = tuple(_FAMILIES)
-# Learn from what Python carries, or from pictures that are drawn.
+# These learn from text that ships with Python, or from pictures that are drawn.
 _WITH_DATA = ("miniature", "miniature-bert", "miniature-llava", "bench-s")
 
 
@@ -24,7 +24,7 @@ _SPELLED = {_letters(name): name for name in NAMES}
 
 def preset(name: str) -> RunConfig:
     """The preset of that name, with or without its hyphens and dots (llama3-8b); UserError with
-    the nearest name where there is none."""
+    the nearest name if there is none."""
     require_kind("preset", name, str, "its name, such as 'miniature'")
     name = _SPELLED.get(_letters(name), name)
     if name not in _FAMILIES:
@@ -35,15 +35,15 @@ def preset(name: str) -> RunConfig:
 
 
 def brings_data(run: RunConfig) -> bool:
-    """Whether its data are known: the run names them, or its model is that of a preset so small
-    that the text which Python carries, or pictures that are drawn, will do."""
+    """Whether the run's data are known: it names them, or its model is that of a preset so small
+    that the text that ships with Python, or pictures that are drawn, will do."""
     return bool(run.data.path) or run.model in [preset(name).model for name in _WITH_DATA]
 
 
 def require_data(start: RunConfig, run: RunConfig, arguments: Iterable[str]) -> None:
-    """UserError where nobody has said what a run is to be trained on, or with which tokenizer.
+    """UserError if nothing says what data a run is to be trained on, or with which tokenizer.
 
-    start: the preset or plan that the command line's `arguments` have made `run` of.
+    start: the preset or plan that the command line's `arguments` turned into `run`.
     """
     if brings_data(start):
         return

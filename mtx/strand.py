@@ -1,5 +1,5 @@
-"""A traced function as equations of arrays, and what of it needs what: the weave, the cut of a
-backward pass and the costs of layers read it so."""
+"""A traced function as equations over arrays, and which of them need which. The weave, the cut of a
+backward pass and the costs of layers read functions in this form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.extend.core import Literal, Var
 from mtx.sharding.fp8 import SCALED_DOT
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "ppermute", "all_to_all")
-NESTED = {  # primitives whose equations are taken out of them, and where they keep them
+NESTED = {  # primitives that are inlined, and the parameter that holds their equations
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # a closed call, from jax 0.12 on
     "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
@@ -25,7 +25,7 @@ NESTED = {  # primitives whose equations are taken out of them, and where they k
 
 @dataclass(frozen=True, eq=False)
 class Strand:
-    """A function of arrays as equations, without nested functions among them but those that are
+    """A function of arrays as equations. Nested functions are inlined, except those that stay
     whole."""
 
     jaxpr: Any  # its first inputs are the constants
@@ -33,12 +33,12 @@ class Strand:
 
     @classmethod
     def of(cls, f: Callable, *arguments) -> Self:
-        """`f` over the leaves of its arguments, of which shapes count only."""
+        """`f` over the leaves of its arguments, of which only shapes and dtypes count."""
         return cls.flat(jax.make_jaxpr(f)(*arguments))
 
     @classmethod
     def flat(cls, program: Any) -> Self:
-        """Of a traced function."""
+        """The equations of a traced function."""
         eqns: list = []
         constants: dict = {}
 
@@ -70,7 +70,7 @@ class Strand:
 
     @staticmethod
     def is_whole(eqn) -> bool:
-        """Whether what an equation does stays one, as a function of its own."""
+        """Whether an equation with a function of its own stays one equation."""
         return is_matmul(eqn)
 
     @property
@@ -90,7 +90,7 @@ class Strand:
         return self.jaxpr.eqns
 
     def part(self, eqns, invars, outvars) -> Strand:
-        """Some of the equations."""
+        """Some of the equations, as a function of other inputs and outputs."""
         inputs = [*self.constvars, *invars]
         part = _replaced(self.jaxpr, eqns=list(eqns), invars=inputs, outvars=list(outvars))
         return Strand(part, self.constants)
@@ -103,8 +103,8 @@ class Strand:
         return self.part(eqns, self.invars, outvars)
 
     def divided(self, places: Collection[int]) -> tuple[Strand, Strand]:
-        """Its equations at these places, which wait for no others, and the rest, which takes what
-        the first part gives before the inputs of both."""
+        """(the equations at these places, which wait for no others; the rest, which takes what the
+        first part gives and then the inputs of both)"""
         before = [eqn for place, eqn in enumerate(self.eqns) if place in places]
         rest = [eqn for place, eqn in enumerate(self.eqns) if place not in places]
         read = {*inputs_of(rest, exclude=set(self.constvars)), *variables_of(self.outvars)}
@@ -119,8 +119,8 @@ class Strand:
 
 
 def opened(program: Any) -> tuple[Any, Sequence]:
-    """A traced function's jaxpr and constants. JAX 0.10 has jaxprs that are closed over theirs, and
-    others that have none; 0.12 one kind."""
+    """A traced function's jaxpr and constants. JAX 0.10 has jaxprs that are closed over their
+    constants, and others that have none; 0.12 has one kind."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
@@ -137,8 +137,8 @@ def bind(jaxpr, eqn, inputs: Sequence) -> list:
 
 
 def is_matmul(eqn) -> bool:
-    """Whether an equation is a product alone, or one of float8 tensors with its scale, which stays
-    one equation."""
+    """Whether an equation is just a product, or a product of float8 tensors with its scale, which
+    stays one equation."""
     return eqn.primitive.name == "dot_general" or eqn.params.get("name") == SCALED_DOT
 
 
@@ -146,7 +146,7 @@ def divide(
     flat, weights: int, stay: Collection[str] = (), keep: Collection[int] = ()
 ) -> tuple[list, list]:
     """The equations of B and of W (`mtx.vjp.Cut`), each in their order; the first `weights` outputs
-    are weight gradients. stay: names of primitives that B keeps; keep: the places of matmuls of W's
+    are weight gradients. stay: names of primitives that B keeps; keep: the places of W's matmuls
     that it keeps as well."""
     needed = needed_of(flat.eqns, flat.outvars[weights:])
     wanted = needed_of(flat.eqns, flat.outvars)
@@ -157,10 +157,10 @@ def divide(
             if follows or (is_matmul(eqn) and i not in keep):
                 later.add(i)
                 made_later.update(eqn.outvars)
-    # What only W uses moves there too, where that leaves less, or no more, to wait.
+    # What only W uses moves there too, if less, or no more, has to wait then.
     free = set(flat.constvars)
     waiting = set(inputs_of([flat.eqns[i] for i in sorted(later)], exclude=free))
-    readers = {var: {-1} for var in variables_of(flat.outvars)}  # -1: an output is no equation's
+    readers = {var: {-1} for var in variables_of(flat.outvars)}  # -1: read as an output
     for i in wanted:
         for var in variables_of(flat.eqns[i].invars):
             readers.setdefault(var, set()).add(i)
@@ -188,14 +188,14 @@ def needed_of(eqns, outvars) -> set[int]:
 
 
 def needed_by(strand: Strand) -> set:
-    """The variables that its outputs are made of."""
+    """The variables that its outputs depend on."""
     needed = needed_of(strand.eqns, strand.outvars)
     read = [strand.outvars, *(strand.eqns[i].invars for i in needed)]
     return {var for atoms in read for var in variables_of(atoms)}
 
 
 def axes_of(eqn) -> tuple[str, ...]:
-    """The axes of the mesh that a collective is over; () of other equations."""
+    """The axes of the mesh that a collective is over; () for other equations."""
     over = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     if eqn.primitive.name not in COLLECTIVES:
         return ()

@@ -1,13 +1,14 @@
 """The VJP of one layer as plain arrays, so that it can wait in a ring between F, B and W.
 
 `jax.vjp` returns a pytree whose leaves are what the backward pass needs. What is given again anyway
-(weights, the layer's context, the cache of earlier slices) is taken out before it waits and put
-back before it is called; what is left are the activations that the model's own recomputation policy
-keeps.
+(weights, the layer's context, the cache of earlier slices) is taken out before the pytree waits and
+put back before it is called; what is left are the activations that the model's own recomputation
+policy keeps.
 
-Frozen parameters have no gradients: what would make them is left out, and so is what it would read.
+Frozen parameters have no gradients: the equations that would make them are left out, and so is what
+those would read.
 
-Where B and W are split, the backward pass is traced once and cut in two (`LayerVJP.cut`): no layer
+If B and W are split, the backward pass is traced once and cut in two (`LayerVJP.cut`): no layer
 needs to be written for it, and no FLOP is added.
 """
 
@@ -38,7 +39,7 @@ def _same(tree: Tree) -> Tree:
 class LayerVJP:
     """`layer(params, stream, *given)` and its VJP, cut at what waits in between.
 
-    `given`: what F and B are both called with: the layer's context and, for slices, the cache.
+    `given`: the arguments of both F and B: the layer's context and, for slices, the cache.
     Parameters may be given as shards, which F and B each gather.
     """
 
@@ -46,14 +47,14 @@ class LayerVJP:
         self, layer: Callable, params, stream, *given,
         gather: Callable = _same, reduce_scatter: Callable = _same, trained: Tree | None = None,
     ):  # fmt: skip
-        """params, stream, given: examples, only their shapes and dtypes count. gather: parameters
-        from what is given of them; reduce_scatter: the same of gradients, back. trained: which of
-        the parameters are, bool; None: all."""
+        """params, stream, given: examples, of which only shapes and dtypes count. gather: makes
+        parameters from the shards that are given; reduce_scatter: makes shards of their gradients.
+        trained: which parameters are trained, bool; None: all."""
         self._layer, self.params, self.stream = layer, params, stream
         self._gather, self._reduce_scatter, self._trained = gather, reduce_scatter, trained
         self._examples = params, stream, *given
         self._structure: Any = None
-        self._unread: tuple = ()  # of all residuals, the shapes of those that B does not read
+        self._unread: tuple = ()  # for each residual, its shape if B does not read it, or None
         self._trace()
         if trained is not None and not all(jax.tree.leaves(trained)):
             backward = self.strands[1]
@@ -75,13 +76,13 @@ class LayerVJP:
         return y, jax.tree.flatten(_without_given(vjp))
 
     def _read(self, residuals: Sequence) -> Arrays:
-        """Without those that B does not read."""
+        """The residuals without those that B does not read."""
         unread = self._unread or (None,) * len(residuals)
         return tuple(a for a, shape in zip(residuals, unread, strict=True) if shape is None)
 
     @property
     def gradients(self) -> Tree:
-        """A tree like the gradients of parameters, which frozen ones are left out of."""
+        """A tree like the gradients of the parameters, without frozen ones."""
         return self._of_trained(arrays_of(self.params))
 
     def _of_trained(self, tree: Tree) -> Tree:
@@ -93,14 +94,14 @@ class LayerVJP:
         return jax.tree.structure((self.output, self.residuals)).unflatten(values)
 
     def backward(self, residuals: Arrays, params, given: tuple, dy: Tree) -> tuple[Tree, tuple]:
-        """(the gradients of params, one array a trained one; those of stream and, if it is given,
-        of the cache)"""
+        """(the gradients of params, one array for each trained one; those of stream and, if it is
+        given, of the cache)"""
         values = jaxpr_as_fun(self.traced_back)(*jax.tree.leaves((residuals, params, given, dy)))
         return jax.tree.unflatten(jax.tree.structure(self._back[1]), values)
 
     @property
     def traced_back(self):
-        """As `backward`."""
+        """`backward`, traced."""
         return self._back[0]
 
     @cached_property
@@ -133,7 +134,7 @@ class LayerVJP:
 
     @cached_property
     def structures(self) -> tuple:
-        """Of the gradients of parameters, and of the other gradients."""
+        """(the structure of the gradients of parameters, that of the other gradients)"""
         return tuple(map(jax.tree.structure, self._back[1]))
 
     @cached_property
@@ -144,24 +145,24 @@ class LayerVJP:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """A backward pass as B, what the rest of the pipeline waits for, and W, what can wait itself.
+    """A backward pass as B, which the rest of the pipeline waits for, and W, which can wait itself.
 
-    W are the matmuls that only weight gradients need, and what follows from them; B is all else,
-    small gradients (of norms and biases) included. Between the two wait W's inputs. Layers are
-    pure: an equation without a use is left out.
+    W is the matmuls that only weight gradients need, and what follows from them; B is all else,
+    including small gradients (of norms and biases). Between the two, W's inputs wait. Layers are
+    pure: an equation that nothing uses is left out.
     """
 
-    deferred: tuple[jax.ShapeDtypeStruct, ...]  # of what waits
+    deferred: tuple[jax.ShapeDtypeStruct, ...]  # what waits
     made_by_w: Tree  # bool, like the gradients of parameters: which W makes
     b: Strand  # leaves of (residuals, params, given, dy) -> what `of_b` takes apart
     w: Strand  # what waits -> the gradients that W makes
-    others: Any  # the structure of the gradients of what is no parameter
+    others: Any  # the structure of the gradients of all but parameters
 
     @classmethod
     def of(cls, flat: Strand, parameters, others, *, stay=(), keep: Collection[int] = ()) -> Cut:
-        """Of (residuals, params, given, dy) -> (gradients of parameters, others), with the
-        structures of these. stay: names of primitives that B keeps; keep: the places of matmuls of
-        W's that it keeps as well."""
+        """Cut (residuals, params, given, dy) -> (gradients of parameters, others), given the
+        structures of these two. stay: names of primitives that B keeps; keep: the places of W's
+        matmuls that it keeps as well."""
         weights = parameters.num_leaves
         of_b, of_w = divide(flat, weights, stay, keep)
         from_w = {var for eqn in of_w for var in eqn.outvars}
@@ -189,7 +190,7 @@ class Cut:
         return dparams, self.others.unflatten(rest[:end]), tuple(rest[end:])
 
     def backward(self, residuals: Arrays, params, given: tuple, dy):
-        """B, of arrays."""
+        """B, applied to arrays."""
         return self.of_b(self.b(*jax.tree.leaves((residuals, params, given, dy))))
 
     def weight(self, deferred: Arrays):
@@ -197,7 +198,7 @@ class Cut:
         return self.of_w(self.w(*deferred))
 
     def of_w(self, values: Sequence) -> Tree:
-        """What W gives."""
+        """What W gives, as a tree."""
         gradients = iter(values)
         return jax.tree.map(lambda w: next(gradients) if w else None, self.made_by_w)
 

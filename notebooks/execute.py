@@ -1,6 +1,6 @@
-"""Runs notebooks from top to bottom and keeps what they show: `python notebooks/execute.py`.
+"""Runs notebooks from top to bottom and keeps their outputs: `python notebooks/execute.py`.
 
-What only a live kernel could show is left out: widgets stay as the picture of their first state.
+Outputs that need a live kernel are left out: of a widget, the picture of its first state remains.
 Needs the extra `test`, for nbclient and ipykernel, and `notebook`, for the sliders.
 """
 
@@ -22,9 +22,9 @@ _METADATA = {
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with the outputs of a run in its own folder."""
+    """The notebook with the outputs of a run in the notebook's folder."""
     notebook = nbformat.read(path, as_version=4)
-    # Bound early, since the kernel must find this copy of mtx wherever it is started from.
+    # Set before the kernel starts, which must find this copy of mtx in whatever directory it runs.
     paths = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     client = NotebookClient(

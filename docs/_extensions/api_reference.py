@@ -1,5 +1,6 @@
-"""The directive `api-reference`: the names of `mtx/__init__.pyi`, with autodoc; and how docstrings
-of this project, which are plain text with Markdown's backticks, become reStructuredText."""
+"""The directive `api-reference`, which documents the names of `mtx/__init__.pyi` by autodoc, and
+the conversion of this project's docstrings, plain text with Markdown's backticks, to
+reStructuredText."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import mtx
 
-_GROUPS = {  # by the package that a name is at home in
+_GROUPS = {  # names are grouped by the package that defines them
     "Configs": ("mtx.config", "mtx.presets", "mtx.families"),
     "Training and evaluating": (
         "mtx.api", "mtx.step", "mtx.train", "mtx.data", "mtx.evaluation", "mtx.conversion",
@@ -26,7 +27,7 @@ _GROUPS = {  # by the package that a name is at home in
 
 
 class ApiReference(SphinxDirective):
-    """A section a group of names, each by autodoc under the name that `import mtx` gives it."""
+    """One section per group of names, each documented by autodoc under its name in `import mtx`."""
 
     def run(self):
         rest, found = list(mtx.__all__), []
@@ -40,7 +41,7 @@ class ApiReference(SphinxDirective):
         return found
 
     def parse_autodoc(self, text: str) -> list:
-        """reStructuredText inside of a Markdown page, as MyST's eval-rst does."""
+        """Parse reStructuredText inside a Markdown page, as MyST's eval-rst does."""
         return self.parse_text_to_nodes(f"````{{eval-rst}}\n{text}\n````")
 
 
@@ -56,7 +57,8 @@ def _directive(name: str) -> str:
 
 
 def as_rest(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list) -> None:
-    """In place: paragraphs stay, backticks are literals, what is indented is shown as it stands."""
+    """Convert `lines` in place: paragraphs stay, backticks become literals, and indented text is
+    shown as it is."""
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip("\n"))
     lines[:] = [line for paragraph in paragraphs for line in [*_paragraph(paragraph), ""]]
 
@@ -85,7 +87,7 @@ def without_bounds(app, what, name, obj, options, signature, returned):
 
 
 def by_public_name(app: Sphinx, env, node, contnode):
-    """A type in a signature, however it is named there: by its name in `import mtx`."""
+    """Resolve a type in a signature, however it is named there, by its name in `import mtx`."""
     name = node.get("reftarget", "").rpartition(".")[2]
     if node.get("refdomain") != "py" or name not in mtx.__all__:
         return None

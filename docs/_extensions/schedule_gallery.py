@@ -15,7 +15,7 @@ from mtx.schedules.simulate import simulate
 from mtx.view.timeline import draw_timeline
 
 STAGES, MICROBATCHES = 4, 8
-FOLDER = "_gallery"  # beside the pages that are built
+FOLDER = "_gallery"  # next to the built pages
 
 
 class ScheduleTable(SphinxDirective):
@@ -42,7 +42,7 @@ def _section(name: str) -> list[str]:
 
 
 def _purpose(name: str) -> str:
-    """The maker's own words: its docstring's first sentence."""
+    """The first sentence of the maker's docstring."""
     first = inspect.getdoc(MAKERS[name].make).split("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=[^.A-Z]\.)\s(?=[A-Z])", first)[0]
 
@@ -66,7 +66,7 @@ def _table() -> list[str]:
 
 
 def draw_all(app: Sphinx, error: Exception | None) -> None:
-    """One SVG a maker, where the HTML is."""
+    """Draw one SVG per maker, next to the HTML."""
     if error or app.builder.format != "html":
         return
     folder = Path(app.outdir) / FOLDER

@@ -1,2 +1,2 @@
-"""Whether a run computes what its model says, on its layout and on others: runs of small cases, and
-the equations of the step at full size."""
+"""Checks that a run computes what its model says, on its layout and on others, by running small
+cases and by walking the equations of the step at full size."""

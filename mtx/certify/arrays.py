@@ -1,7 +1,7 @@
-"""Rules of operations that move, pick, add up or multiply dims of arrays: where a shard's dims go.
+"""Rules for operations that move, pick, add up or multiply dims of arrays: where a shard's dims go.
 
-A sum over the dims of which a value is a shard leaves it partial. An index that differs makes a
-shard of what it is taken from, but along the axes whose devices run other layers.
+A sum over the dims of which a value is a shard leaves it partial. An index that differs between
+devices picks a shard, except along the axes whose devices run other layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mtx.certify.walk import Rule, Walk
 from mtx.sharding.fp8 import SCALED_DOT
 
 Values = list[Value]
-Places = dict[int, tuple[int, ...]]  # of each dim of an operand among those of the result
+Places = dict[int, tuple[int, ...]]  # dim of an operand -> its dims in the result
 
 
 def _moved(value: Value, places: Places) -> Value:
@@ -55,7 +55,7 @@ def reshape(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def _as_shape(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
-    """A shard's dims are those whose strides meet the ones of what was sharded."""
+    """The kind after a reshape: its dims are those whose strides overlap what was sharded."""
     if not kind.dims:
         return kind
     places, groups = reshaped(before, after), _groups(before, after)
@@ -75,16 +75,16 @@ def _as_shape(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
 
 
 def _strides(kind: Kind, shape: Sequence[int], group: Sequence[int], dim: int):
-    """(from, up to) of what is sharded of a dim, in a group of dims that become one another."""
+    """The strides, (from, up to), that are sharded in `dim`, which is reshaped with `group`."""
     unit = math.prod(shape[d] for d in group if d > dim)
     parts = [(low, high) for of, low, high in kind.within if of == dim] or [(1, shape[dim])]
     return [(unit * low, unit * high) for low, high in parts]
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> Places:
-    """Where dims go. Those of size 1 go to such between the same others, matched from the last to
-    the first; one that is new between others is a part of the dim behind it, as of heads that are
-    grouped."""
+    """Where a reshape puts dims. Those of size 1 go to dims of size 1 between the same others,
+    matched from the last to the first; a new one between others is a part of the dim after it, as
+    when heads are grouped."""
     groups = _groups(before, after)
     places: Places = {dim: tuple(new) for old, new in groups for dim in old}
     between = zip(_between(before, groups, 0), _between(after, groups, 1))
@@ -97,7 +97,7 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> Places:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims of more than one element that become one another, the last ones first."""
+    """(old dims, new dims) of more than one element that become each other, the last ones first."""
     left, right = ([d for d, size in enumerate(s) if size > 1] for s in (before, after))
     groups = []
     while left and right:
@@ -115,7 +115,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 def _between(shape: Sequence[int], groups: list, side: int) -> list[list[int]]:
-    """The dims of size 1 behind the last group, between it and the one before it, and so on."""
+    """The dims of size 1 after the last group, between it and the one before it, and so on."""
     edges = [(max(group[side]), min(group[side])) for group in groups]
     stops = [len(shape), *(first for _, first in edges)]
     starts = [*(last + 1 for last, _ in edges), 0]
@@ -166,7 +166,7 @@ def pad(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def concatenate(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Arrays that differ in kind along an axis make a mixed buffer, out of which they are taken by
+    """Arrays of different kinds along an axis make a mixed buffer, from which they are taken by
     their place."""
     dim, kinds, parts, at = eqn.params["dimension"], [], [], 0
     for each in zip(*(value.kinds for value in inputs)):
@@ -212,7 +212,7 @@ def iota(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def _reduced(kind: Kind, dims: Sequence[int], *, adds: bool) -> Kind:
-    """Of a value whose dims `dims` are reduced."""
+    """The kind of a value after its dims `dims` are reduced."""
     if not kind.dims:
         return kind
     left = kind.dims - set(dims)
@@ -222,8 +222,8 @@ def _reduced(kind: Kind, dims: Sequence[int], *, adds: bool) -> Kind:
 
 
 def reduce_sum(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Of unsigned integers, which are bits, a checksum: no part of another sum. Nor do dims of one
-    element add up to anything: autodiff takes away what was broadcast so."""
+    """A sum of unsigned integers, which are bits, is a checksum, not a part of another sum. Dims of
+    one element do not add up to anything either: autodiff removes broadcast dims that way."""
     (value,), dims = inputs, eqn.params["axes"]
     adds = not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.unsignedinteger)
     adds = adds and any(_shape(eqn.invars[0])[dim] > 1 for dim in dims)
@@ -252,7 +252,7 @@ def sort(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def dot_general(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Partial, where it adds up what is sharded: as of a sum, not of dims of one element."""
+    """Partial if it sums over sharded dims; as with `reduce_sum`, not over dims of one element."""
     (contract, batch), places = eqn.params["dimension_numbers"], []
     left_free, at = 0, len(batch[0])
     for n, atom in enumerate(eqn.invars):
@@ -274,8 +274,8 @@ def dot_general(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def scaled_dot(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Of float8 tensors, and the product of their units (`mtx.sharding.fp8`): each device's own
-    where the tensors are, and then in every term of a sum over devices."""
+    """A product of float8 tensors and of their units (`mtx.sharding.fp8`). Units are each device's
+    own if the tensors are; they are then in every term of a sum over devices."""
     (dot,) = (e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "dot_general")
     (product,) = dot_general(walk, dot, inputs[:2])
     kinds = zip(product.kinds, inputs[2].kinds)
@@ -327,7 +327,7 @@ def _check_parts(walk: Walk, eqn: Any, axis: str, whole: Kind, part: Kind) -> No
 
 
 def gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """All parts of an unsummed partial value may be put in another order on each device."""
+    """Each device may put an unsummed partial value in another order, if it takes all of it."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (len(_shape(atom)) for atom in eqn.invars)
     batching = tuple(numbers.operand_batching_dims)
@@ -371,7 +371,7 @@ def scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
         indexed = part.dims & (set(rows) - places.keys())
         own_rows = whole.name == "zero" and not by.is_same and indexed
         if part.dims and adds and (own_rows or not moved.dims):
-            # Rows of a shard are added up, or stand at their own places, with zeros elsewhere.
+            # Rows of a shard are added up, or put at their own places, with zeros elsewhere.
             moved = PARTIAL
         if not by.is_same and moved.is_same and moved.name != "zero":
             moved = DIFFERENT

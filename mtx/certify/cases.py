@@ -1,4 +1,4 @@
-"""Cases of a run: its own layout, shrunk, and random ones; what cannot be is what `RunConfig` and
+"""Cases of a run: its own layout, shrunk, and random ones, except those that `RunConfig` or
 `Trainer` refuse."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mtx.sharding.axes import MESH
 
 ROWS = (8, 12)  # of a global batch
 _PER_MODEL = 4  # cases of one model: they share a reference
-_TRIES = 2000  # of which one in ten can be
+_TRIES = 2000  # one in ten is possible
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run on a layout, to be held against one device."""
+    """A run on a layout, to be compared with one device."""
 
     number: int
     run: RunConfig
-    why: str = ""  # "the run's own"; of a random one nothing
-    model: tuple[tuple[str, Any], ...] = ()  # what its model has otherwise than the run's
+    why: str = ""  # "the run's own"; "" for a random one
+    model: tuple[tuple[str, Any], ...] = ()  # the fields in which its model differs from the run's
 
     @property
     def said(self) -> str:
@@ -38,7 +38,7 @@ class Case:
 
 
 def features(run: RunConfig) -> dict[str, Any]:
-    """What a layout has beside the defaults, sizes of axes first."""
+    """The fields in which a layout differs from the defaults, sizes of axes first."""
     layout, default = run.layout, Layout()
     found: dict[str, Any] = {a: size for a, size in layout.sizes.items() if size > 1}
     idle = {"attention", *layout.sizes}
@@ -53,8 +53,8 @@ def features(run: RunConfig) -> dict[str, Any]:
 
 
 def choices() -> dict[str, tuple]:
-    """The fields of a layout that are one of a few words or numbers, but for the kernel of
-    attention, of which CPUs have one."""
+    """The fields of a layout that are one of a few words or numbers, with these values; without the
+    attention kernel, of which CPUs have only one."""
     hints = typing.get_type_hints(Layout)
     few = {n: typing.get_args(h) for n, h in hints.items() if typing.get_origin(h) is Literal}
     few["weave"] = ("auto", "on")  # on CPUs "auto" is "off"
@@ -62,7 +62,7 @@ def choices() -> dict[str, tuple]:
 
 
 def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
-    """The run's own layout, if it can be shrunk so, and then random ones without end."""
+    """The run's own layout, if it can be shrunk, and then random ones without end."""
     rng, number = random.Random(seed), 0
     for way in ways_to_weave(run):
         own = own_case(way, devices)
@@ -79,7 +79,7 @@ def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
 
 
 def ways_to_weave(run: RunConfig) -> list[RunConfig]:
-    """`run`, plain on CPUs where weave="auto" leaves that to the devices, and then woven too."""
+    """`run`, and if weave="auto" leaves weaving to the devices (on CPUs it is plain), woven too."""
     layout = run.layout
     is_open = layout.weave == "auto" and layout.weaves
     return [run, *([replace(run, layout=replace(layout, weave="on"))] if is_open else [])]
@@ -99,11 +99,10 @@ def own_case(run: RunConfig, devices: int) -> RunConfig | None:
 
 
 def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
-    """Fields of a model of this family that are others now and then; such as it refuses are not
-    among them."""
+    """Random changes of some fields of a model of this family; none that the family refuses."""
     options: dict[str, list] = {
         "tied": [True, False], "dropout": [0.0, 0.1], "attention_dropout": [0.0, 0.1],
-        # A window of one position leaves queries no gradient but for rounding.
+        # A window of one position leaves queries no gradient except rounding.
         "kv_heads": [1, 2, 4, 8], "window": [2, 5, 12, SEQUENCE], "norm_placement": ["pre", "post"],
         "aux": ["none", "batch", "sequence"], "z_weight": [0.0, 0.01], "capacity": [None, 0.7, 1.1],
         "normalised": [True, False], "second_token": [True, False], "dense_layers": [0, 1, 2],
@@ -135,7 +134,7 @@ def random_run(
 
 
 def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, devices: int) -> Layout:
-    """Another one in all that a layout says; UserError where it cannot be."""
+    """A layout that is random in everything a layout says; UserError if it is impossible."""
     sizes, schedule = _random_sizes(rng, devices, model), rng.choice(list(MAKERS))
     known = maker(schedule)
     virtual = known.virtual or rng.choice([known.default_virtual, 1, 2, 3])
@@ -161,8 +160,8 @@ def random_layout(layout: Layout, model: ModelConfig, rng: random.Random, device
 
 
 def _random_sizes(rng: random.Random, devices: int, model: ModelConfig) -> dict[str, int]:
-    """Axes whose product is at most the devices, and more than one. Of experts every other case
-    gives devices to these first."""
+    """Sizes of axes whose product is more than one and at most `devices`. If there are experts,
+    every other case gives devices to their axis first."""
     axes = [axis for axis in MESH if axis.name != "expert" or model.routed_experts]
     while True:
         sizes, room = {}, devices if rng.random() < 0.8 else max(2, devices // 2)

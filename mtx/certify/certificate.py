@@ -15,19 +15,19 @@ from mtx.errors import UserError
 from mtx.sharding.axes import MESH
 
 Report = Callable[..., None]
-_LEAST_REDUCTIONS = 16  # cases that are tried to find a smaller one that fails
+_MOST_REDUCTIONS = 16  # cases that are tried to find a smaller one that fails
 
 
 @dataclass(kw_only=True)
 class Certificate:
-    """Of a run."""
+    """The certificate of a run."""
 
     run: RunConfig
     seed: int
     devices: int
     compared: list[Compared] = field(default_factory=list)
     walked: Walked
-    smallest: Compared | None = None  # of the cases that fail, the first one reduced
+    smallest: Compared | None = None  # the first of the cases that fail, reduced
 
     @property
     def holds(self) -> bool:
@@ -47,8 +47,8 @@ def certify(
     run: RunConfig, *, cases: int, seed: int, devices: int,
     report: Report = lambda *_: None, begins: Callable[[Case], None] = lambda case: None,
 ) -> Certificate:  # fmt: skip
-    """Walks the run's step at full size, and compares so many cases of it on virtual devices.
-    begins: is told each case before it runs."""
+    """Walk the run's step at full size, and compare `cases` cases of it on virtual devices.
+    begins: called with each case before it runs."""
     report(0, cases, "walks the step")
     made = Certificate(run=run, seed=seed, devices=devices, walked=walk_all(run))
     with own_channels():
@@ -68,12 +68,12 @@ def certify(
 
 
 def reduced(failed: Compared, begins: Callable[[Case], None] = lambda case: None) -> Compared:
-    """The case with as little as it needs to fail: one thing after the other is left out."""
+    """The case with as little as it needs to fail: one thing after another is left out."""
     tried, best, again = 0, failed, True
     while again:
         again = False
         for run in _smaller(best.case.run):
-            if tried == _LEAST_REDUCTIONS:
+            if tried == _MOST_REDUCTIONS:
                 return best
             tried += 1
             case = replace(best.case, run=run, why="reduced")
@@ -86,7 +86,7 @@ def reduced(failed: Compared, begins: Callable[[Case], None] = lambda case: None
 
 
 def _smaller(run: RunConfig) -> Iterator[RunConfig]:
-    """With one axis less, or one feature."""
+    """The run with one axis less, or one feature less."""
     layout, default = run.layout, Layout()
     first = [axis.name for axis in MESH if layout.sizes[axis.name] > 1]
     changes: list[dict[str, Any]] = [{axis: 1} for axis in first]

@@ -1,10 +1,10 @@
-"""A channel of its own for each collective that JAX lowers.
+"""A separate channel for each collective that JAX lowers.
 
-JAX puts all of them on one, and XLA's CPU runtime takes devices that come to one channel for those
-of one collective. What has no need of a loop's values goes on beside it there, so that a device
-can come to a collective after the loop while another is at one in it: then the runtime ends the
-process ("Id can't be larger than the number of participating threads"), or all wait for ever. On
-channels of their own they are told apart.
+JAX puts all of them on one channel, and XLA's CPU runtime takes all devices that arrive at a
+channel for those of one collective. There, computation that does not need a loop's values goes on
+beside the loop, so one device can arrive at a collective after the loop while another is at one
+inside it: then the runtime ends the process ("Id can't be larger than the number of participating
+threads"), or all devices wait forever. On separate channels the collectives are told apart.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import cast
 
-from jax._src.interpreters import mlir  # what JAX asks for the channel, once for each collective
+from jax._src.interpreters import mlir  # where JAX reads the channel, once for each collective
 
 
 @contextmanager
 def own_channels() -> Iterator[None]:
-    """Meanwhile. What is compiled so is not found again in a cache of compiled programs."""
+    """A context in which collectives are lowered to separate channels. A cache of compiled programs
+    does not find such programs again."""
     numbers = itertools.count(mlir.COLLECTIVE_CHANNEL_ID)
 
     class Numbered(ModuleType):

@@ -1,4 +1,4 @@
-"""Rules of collectives: what may be summed, gathered and scattered, and what comes of it."""
+"""Rules for collectives: what may be summed, gathered and scattered, and what the result is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _axes_of(eqn: Any) -> tuple[str, ...]:
 
 
 def _along(walk: Walk, eqn: Any, value: Value) -> Iterator[tuple[int, str, Kind]]:
-    """The axes of a collective that have more than one device, by their place."""
+    """(place, axis, the value's kind) for each axis of a collective with more than one device."""
     for axis in _axes_of(eqn):
         if axis in walk.sizes:
             walk.check_together(eqn, axis)
@@ -31,7 +31,7 @@ def _with(value: Value, kinds: dict[int, Kind], *, divisor: float = 1.0) -> Valu
 
 
 def _check_summed(walk: Walk, eqn: Any, value: Value) -> float:
-    """What is left of the divisor, where a value is summed that is the same on axes."""
+    """Check a sum. Returns what is left of the divisor if the value is the same along some axes."""
     along, divisor = list(_along(walk, eqn, value)), value.divisor
     same = [axis for _, axis, kind in along if kind.name == "same"]
     count = 1
@@ -52,8 +52,8 @@ def _check_summed(walk: Walk, eqn: Any, value: Value) -> float:
 
 
 def _in_groups(walk: Walk, eqn: Any, value: Value, dims: Iterable[int]) -> Value | None:
-    """Of a collective among some devices of an axis: what it does to a value that is not partial.
-    A partial one stays so, and what was the same is no more; None where all devices take part."""
+    """What a collective among groups of an axis's devices makes of a value: a partial one stays
+    partial, and one that was the same no longer is. None if all devices take part."""
     if eqn.params.get("axis_index_groups") is None:
         return None
     kinds = {}
@@ -120,8 +120,8 @@ def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def all_to_all(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Scatters one dim and gathers another. Where both are one, its places are the devices' own: of
-    what each has for each one, what all have for this one, and no dim is gathered into another."""
+    """Scatters one dim and gathers another. If both are one dim, its places are devices: what each
+    has for each one becomes what all have for this one, and no dim is gathered into another."""
     (value,), kinds = inputs, {}
     scattered, gathered = eqn.params["split_axis"], eqn.params["concat_axis"]
     for place, axis, kind in _along(walk, eqn, value):
@@ -137,7 +137,7 @@ def all_to_all(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def ppermute(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Everybody has another's; where a device receives from nobody, zeros."""
+    """Each device has another's value, or zeros if it receives from none."""
     outputs = []
     for value in inputs:
         kinds = {}

@@ -1,4 +1,4 @@
-"""A case, run on its layout and held against one device."""
+"""A case, run on its layout and compared with one device."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mtx.step.trainer import Trainer
 
 Tree = Any
 
-# Largest differences allowed, relative; float32. Of losses and norms, of any of the steps; of
-# gradients (of the first step), parameters and moments (after the last), of an element to its
-# leaf's largest.
+# Largest relative differences allowed; float32. For losses and norms, in any of the steps; for
+# gradients (of the first step), parameters and moments (after the last), of any element, relative
+# to its leaf's largest.
 TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-5, "moments": 1e-5}
-# A leaf that is zero but for rounding is held against this share of the largest of all leaves.
+# A leaf that is zero except for rounding is compared with this share of the largest of all leaves.
 FLOOR = 1e-6
 
 
@@ -39,11 +39,11 @@ class Compared:
     differences: dict[str, tuple[float, str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)  # of the walker, on its equations
     error: str = ""  # what the case raised
-    refused: bool = False  # by the step itself: no case
+    refused: bool = False  # by the step itself: not a case
 
     @property
     def beyond(self) -> list[str]:
-        """Quantities that differ more than is allowed; what is not finite does."""
+        """Quantities that differ more than is allowed, or not by a finite number."""
         return [
             name for name, (value, _) in self.differences.items()
             if not value <= TOLERANCES[name]
@@ -67,7 +67,7 @@ class Compared:
 def compare(case: Case) -> Compared:
     found = Compared(case=case)
     try:
-        # Where there are experts, one device says which batches can be compared.
+        # If there are experts, one device says which batches can be compared.
         draw = reference_of(case.run).draw if case.run.model.routed_experts else 0
         got = train(case.run, found, draw)
     except UserError as error:
@@ -82,7 +82,7 @@ def compare(case: Case) -> Compared:
 
 
 def reference_of(run: RunConfig) -> Trained:
-    """What one device makes of a run."""
+    """The result of a run on one device."""
     return _reference(Unlaid(run))
 
 
@@ -106,8 +106,8 @@ def _reference(unlaid: Unlaid) -> Trained:
 
 
 def train(run: RunConfig, found: Compared, draw: int = 0) -> Trained | None:
-    """What the run's own step makes of the first steps. found: takes what the walker finds in its
-    equations; where they would hang, nothing runs."""
+    """The result of the run's own step after the first steps. found: receives what the walker finds
+    in its equations; if they would hang, nothing runs."""
     trainer = Trainer(run)
     state, batches = trainer.init(), batches_of(run, draw)
     found.findings = walk_run(run).findings
@@ -136,7 +136,7 @@ def _losses(reports: list[Metrics]) -> dict[str, list[float]]:
 
 
 def _gradients(run: RunConfig, means: Tree, norm: float) -> Tree:
-    """Those of the first step, as AdamW's mean has them: clipped, and times 1 - b1."""
+    """The gradients of the first step, from AdamW's mean, which has them clipped, times 1 - b1."""
     config = run.optimizer
     factor = min(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
     share = factor * (1 - config.hyperparameters("adamw")["b1"])
@@ -154,7 +154,7 @@ def _canonical(trainer: Trainer, tree: Tree) -> Tree:
 
 
 def differences(got: Trained, want: Trained) -> dict[str, tuple[float, str]]:
-    """The largest of each quantity, relative, with the leaf that has it."""
+    """The largest relative difference of each quantity, with the leaf that has it."""
     moments = [_of_leaves(got.moments[name], tree) for name, tree in want.moments.items()]
     return {
         "loss": _largest(list(_of_losses(got.losses, want.losses))),
@@ -166,12 +166,13 @@ def differences(got: Trained, want: Trained) -> dict[str, tuple[float, str]]:
 
 
 def _largest(found: list[tuple[float, str]]) -> tuple[float, str]:
-    """What is not finite is larger than all else."""
+    """The largest difference; one that is not finite is larger than all others."""
     return max(found, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)
 
 
 def _of_losses(got: dict, want: dict) -> Iterator[tuple[float, str]]:
-    """Each that is added to the head's, as a share of what is minimised, the sum of all."""
+    """The difference of each loss; for one added to the head's, relative to the sum of all losses,
+    which is minimised."""
     sums = np.sum(list(want.values()), axis=0)
     for name, values in want.items():
         head = name == "loss"

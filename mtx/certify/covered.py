@@ -1,4 +1,4 @@
-"""What a certificate says nothing of."""
+"""What a certificate says nothing about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_MODELS = (
 
 
 def not_covered(made: Certificate) -> list[str]:
-    """Plainly, a line each."""
+    """What is not covered, in plain words, one line each."""
     return list(_lines(made))
 
 

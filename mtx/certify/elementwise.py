@@ -1,13 +1,13 @@
-"""Rules of operations whose elements each follow from one element of every operand.
+"""Rules for operations in which each element depends on one element of every operand.
 
-Linear ones take partial values as they are; a partial value times one that differs, plus one that
-is whole, or in any other operation is an error. A constant divisor that is the number of devices
-along axes makes of a value that is the same there one whose sum is again the value: it may be added
-to partial values, and summed.
+Linear ones take partial values as they are. It is an error to multiply a partial value by one that
+differs, to add it to one that is whole, or to use it in any other operation. If a value is the same
+along some axes and is divided by the number of devices along them, a constant, its sum over them is
+the value again: it may be added to partial values, and summed.
 
-A count of what a device has is a term of a sum, and a number of its own as well: where its queues
-begin, how many turns it needs. So whole numbers may be compared, limited and added to others, and
-stay terms where these are the same; as a float a count is a term of its sum, and nothing else.
+A count of what a device has is a term of a sum, and also a number of the device's own: where its
+queues begin, how many turns it needs. So whole numbers may be compared, limited and added to
+others, and stay terms if these are the same; as a float a count is only a term of its sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NONLINEAR = (
     "population_count pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical "
     "sign sin sinh sqrt square tan tanh xor random_fold_in"
 ).split()
-ZERO_STAYS = "abs", "sign", "sqrt", "square"  # of these NONLINEAR ones, as of states' gradients
+ZERO_STAYS = "abs", "sign", "sqrt", "square"  # NONLINEAR ones, as of states' gradients
 
 
 def linear(walk: Walk, eqn: Any, inputs: Values) -> Values:
@@ -60,17 +60,17 @@ def barrier(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def behind(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """The same array: of the element, it only waits for it (`mtx.pipeline.nodes.behind`)."""
+    """The same array: it only waits for the other input (`mtx.pipeline.nodes.behind`)."""
     return inputs[:1]
 
 
 def whole_numbers(eqn: Any) -> bool:
-    """Whether an operation is one of integers."""
+    """Whether all operands of an operation are integers."""
     return all(jnp.issubdtype(atom.aval.dtype, jnp.integer) for atom in eqn.invars)
 
 
 def own_counts(eqn: Any, inputs: Values) -> Values:
-    """Counts as numbers of a device's own, where an operation is one of whole numbers."""
+    """The inputs; if all are whole numbers, counts are numbers of each device's own."""
     if not whole_numbers(eqn):
         return inputs
 
@@ -154,14 +154,14 @@ def multiply(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def _whole(divisor: float) -> float:
-    """A divisor that may be a number of devices; else 1."""
+    """The divisor, if it may be a number of devices; otherwise 1."""
     if not 1 <= divisor < 2**53 or abs(divisor - round(divisor)) > 1e-3:
         return 1.0
     return float(round(divisor))
 
 
 def product_of(walk: Walk, eqn: Any, axis: str, a: Kind, b: Kind) -> Kind | None:
-    """Of two kinds of which one is partial or zero."""
+    """The kind of a product if one of the two kinds is partial or zero; otherwise None."""
     if "zero" in (a.name, b.name):
         return ZERO
     if "partial" not in (a.name, b.name):
@@ -190,8 +190,8 @@ def divide(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def select(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Element by element. Of unsummed partial values each device may leave out terms. Random
-    numbers are applied where they choose; where one is chosen they are applied to nothing yet."""
+    """A choice for each element. Each device may leave out terms of unsummed partial values. Random
+    numbers that choose are applied; random numbers that are chosen are applied to nothing yet."""
     chooser, *cases = inputs
     if chooser.random:
         _check_random(walk, eqn, inputs)
@@ -222,13 +222,13 @@ def select(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def _stays_random(inputs: Values) -> bool:
-    """Random bits, with constants."""
+    """Whether the result is random bits too: of random bits, and otherwise only constants."""
     random = [value for value in inputs if value.random]
     return bool(random) and all(v.random or v.constant is not None for v in inputs)
 
 
 def _check_random(walk: Walk, eqn: Any, inputs: Values) -> None:
-    """Random numbers differ where what they are applied to does, and nowhere else."""
+    """Check that random numbers differ along the axes along which the data do, and no others."""
     masks = [value for value in inputs if value.random]
     data = [v for v in inputs if not v.random and v.constant is None]
     for mask in masks:
@@ -247,12 +247,12 @@ def random_bits(walk: Walk, eqn: Any, inputs: Values) -> Values:
 
 
 def by_row(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Keys and their data: another number of dims at the end."""
+    """Between keys and their data only the number of dims at the end changes."""
     return [inputs[0].plain()]
 
 
 def unknown(walk: Walk, eqn: Any, inputs: Values) -> Values:
-    """Of what has no rule: what differs, differs."""
+    """For primitives without a rule: the result differs if an operand does."""
     found = nonlinear(walk, eqn, inputs)[0]
     kinds = tuple(kind if kind.is_same else DIFFERENT for kind in found.kinds)
     return [Value(kinds)] * len(eqn.outvars)

@@ -1,15 +1,15 @@
-"""What is known of a value along an axis of the mesh.
+"""What is known about a value along an axis of the mesh.
 
-    zero       0 everywhere: any of the others
+    zero       0 everywhere: can be any of the others
     same       the same on all devices along the axis
-    different  another on each: a shard of dims of an array, where that is known
+    different  different on each device: a shard of an array's dims, if these are known
     partial    each device has a term of a sum that is still to be made
     mixed      a buffer of parts of several kinds (`Value.parts`)
 
-A dim may be split in two by a reshape, and two axes of data may meet in an outer product: so a
-shard has a set of dims. Adding up over the last of them leaves a partial value. Of a dim that a
-reshape has made of several it is remembered which part is sharded, for when it is split again. In
-which order the shards lie is not known.
+A reshape may split a dim in two, and two axes of data may meet in an outer product, so a shard has
+a set of dims. Summing over the last of them leaves a partial value. If a reshape merges several
+dims into one, we remember which part of it is sharded, in case it is split again. The order of the
+shards is not known.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Name = Literal["zero", "same", "different", "partial", "mixed"]
 
 class Kind(NamedTuple):
     name: Name
-    dims: frozenset[int] = frozenset()  # different: those of which it is a shard
-    # (dim, low, high): of its elements, those from stride `low` up to `high` apart are sharded
+    dims: frozenset[int] = frozenset()  # of a different one: those of which it is a shard
+    # (dim, low, high): in this dim, the elements at strides from `low` up to `high` are sharded
     within: frozenset[tuple[int, int, int]] = frozenset()
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
         return self.name in ("zero", "same")
 
     def moved(self, place: dict[int, tuple[int, ...]]) -> Kind:
-        """With each dim where `place` says that it is now; what it does not name is gone."""
+        """The kind with each dim where `place` puts it; dims that it does not name are gone."""
         if not self.dims:
             return self
         alone = {dim: new[0] for dim, new in place.items() if len(new) == 1}
@@ -54,7 +54,7 @@ DIFFERENT = different()
 
 
 class Part(NamedTuple):
-    """Of a buffer in which arrays lie end to end."""
+    """A part of a buffer in which arrays lie end to end."""
 
     start: int
     stop: int
@@ -65,7 +65,7 @@ class Value(NamedTuple):
     """A value of the program."""
 
     kinds: tuple[Kind, ...]  # along each axis
-    constant: float | None = None  # all elements, where the program says so
+    constant: float | None = None  # of all elements, if the program says so
     divisor: float = 1.0  # the constants by which it has been divided
     random: bool = False  # random bits, and what follows from them alone
     parts: tuple[Part, ...] = ()
@@ -75,12 +75,12 @@ class Value(NamedTuple):
         return bool(self.kinds) and all(kind.name == "zero" for kind in self.kinds)
 
     def plain(self) -> Value:
-        """What is left of it behind an operation that is not linear."""
+        """What is still known of it after an operation that is not linear."""
         return Value(self.kinds)
 
 
 def either(one: Kind, other: Kind) -> Kind:
-    """Of a value that is the one or the other: a branch's, or a loop's."""
+    """The kind of a value that is either one or the other, as after a branch or a loop."""
     if one == other or other.name == "zero":
         return one
     if one.name == "zero":
@@ -106,7 +106,7 @@ def either_value(one: Value, other: Value) -> Value:
 
 
 def together(kinds: Iterable[Kind]) -> Kind:
-    """Of elements that each follow from one of each value; none is partial."""
+    """The kind of a value whose elements each depend on one of each operand; none is partial."""
     kinds = list(kinds)
     if any(not kind.is_same for kind in kinds):
         within = {

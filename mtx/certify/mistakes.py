@@ -1,4 +1,4 @@
-"""Mistakes as changes of the step: each makes one, while it is entered, in what is traced then."""
+"""Mistakes as changes of the step: each is a context in which traced steps have one mistake."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loss_times_replicas() -> Change:
 
 
 def _sums_in_turn(*mistaken: Callable) -> Change:
-    """The step's own sums over replicas, of the tokens and of the loss, made another way."""
+    """The step's own sums over replicas, of the tokens and then of the loss, made another way."""
     real_sum, real = step.sum_over_tokens, step.Step.losses_and_gradients
 
     def losses_and_gradients(self, *arguments):
@@ -183,7 +183,7 @@ def no_sum_of_repeated_heads() -> Change:
 
 
 def largest_of_own_vocabulary() -> Change:
-    def all_gather(x, axes):  # the largest comes first of what is gathered
+    def all_gather(x, axes):  # the largest come first in what is gathered
         every = lax.all_gather(x, axes)
         return every.at[:, 0].set(x[0])
 
@@ -221,7 +221,7 @@ def labels_shifted_after_cutting() -> Change:
 
     def batch_of(self, item):
         rows = real(self, item)
-        last = rows["tokens"][:, :1] * 0  # of the row's end there is no next token here
+        last = rows["tokens"][:, :1] * 0  # the row's end has no next token here
         shifted = jnp.concatenate([rows["tokens"][:, 1:], last], axis=1)
         return rows | {"targets": shifted}
 

@@ -44,8 +44,8 @@ def gradients_summed_over_shards() -> Change:
 
 
 def _norm(*, of_experts: float, over_them: bool) -> Change:
-    """of_experts: by what their squares are multiplied; over_them: whether theirs of all devices
-    are added up."""
+    """of_experts: the factor on the squares of experts' gradients; over_them: whether squares are
+    summed over the devices that share experts."""
 
     def global_norm(gradients, specs, sizes):
         def square(gradient, spec):

@@ -1,7 +1,7 @@
-"""Known mistakes, put into the step on purpose: whatever a certificate rests on has to catch each.
+"""Known mistakes, put into the step on purpose: the checks behind a certificate have to catch each.
 
 They are those of NVIDIA/Megatron-LM issue 7452 (silent numerical errors of composed parallelism)
-and its neighbours, as far as this project has the parts for them.
+and similar ones, as far as this project has the parts for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A mistake, and a run that has what it spoils."""
+    """A mistake, and a run with the feature that it breaks."""
 
     name: str
     what: str
@@ -35,7 +35,7 @@ class Tried:
 
     mutant: Mutant
     by: Literal["walker", "run", ""]
-    said: str  # of the first that was found
+    said: str  # what was found first
 
     @property
     def caught(self) -> bool:
@@ -43,7 +43,7 @@ class Tried:
 
 
 def try_mutants(report: Callable = lambda *_: None) -> list[Tried]:
-    """All of them: those that the walker does not see are run."""
+    """Try all mutants; those that the walker does not catch are run."""
     tried = []
     for number, mutant in enumerate(MUTANTS):
         report(number, len(MUTANTS), mutant.name)
@@ -56,14 +56,14 @@ def try_mutant(mutant: Mutant) -> Tried:
         findings = walk_run(mutant.run).findings
     if findings:
         return Tried(mutant=mutant, by="walker", said=str(findings[0]))
-    reference_of(mutant.run)  # of the step as it is
+    reference_of(mutant.run)  # of the step without the mistake
     with mutant.change():
         found = compare(Case(number=0, run=mutant.run, why=mutant.name))
     by = "run" if found.beyond and not found.error else ""
     return Tried(mutant=mutant, by=by, said=found.said)
 
 
-# -- the runs that they spoil ----------------------------------------------------------------------
+# -- the runs that they break ----------------------------------------------------------------------
 
 
 def _run(family: str = "gpt", model: dict[str, Any] | None = None, **layout: Any) -> RunConfig:

@@ -1,5 +1,5 @@
-"""A run on one device, by the model alone: no pipeline, no table of ticks, no mesh. Gradients are
-autodiff's of one function of all parameters, the update is the optimizer's on whole arrays. Every
+"""A run on one device, by the model alone: no pipeline, no table of ticks, no mesh. Gradients come
+from autodiff of one function of all parameters, and the optimizer updates whole arrays. Every
 expert has room for all tokens, so that none waits.
 
 Trees are in model order: {"embed", "head", "layers": {kind: [L, ...]}}.
@@ -32,12 +32,12 @@ from mtx.step.step import DROPOUT_STREAM, by_rule
 Tree = Any
 STEPS = 5
 _DRAWS = 40
-_ROOM = 64.0  # of an expert, over its even share: as many experts as a small model may have
+_ROOM = 64.0  # of an expert, in even shares: at least as many as a small model has experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What is compared."""
+    """The result of a run that is compared."""
 
     losses: dict[str, list[float]]  # of each step: "loss", the head's, and those added to it
     norms: list[float]  # of the gradients, before they are clipped
@@ -48,8 +48,8 @@ class Trained:
 
 
 def batches_of(run: RunConfig, draw: int = 0) -> list[dict[str, np.ndarray]]:
-    """Random rows in which one position in ten counts for nothing, in each row another number; the
-    last row counts for nothing at all. draw: another number makes other ones."""
+    """Random batches. In each row another share of positions, up to about 70 %, counts for nothing;
+    the last row counts for nothing at all. draw: another number makes other batches."""
     model = Model(run.model)
     random = np.random.default_rng((run.seed, draw))
     return [_batch(model, run, random) for _ in range(STEPS)]
@@ -80,7 +80,7 @@ def _batch(model: Model, run: RunConfig, random: np.random.Generator) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reference:
-    """The run of a model on a global batch; its layout is not asked for."""
+    """The run of a model on a global batch; its layout is not used."""
 
     run: RunConfig
 
@@ -124,7 +124,7 @@ class Reference:
         return jnp.asarray(sum(losses.values())), losses
 
     def train(self) -> Trained:
-        """With the first batches of which no choice of an expert is one of rounding."""
+        """Train on the first batches in which rounding decides no choice of an expert."""
         with watched_choices() as ties:
             for draw in range(_DRAWS):
                 ties.clear()
@@ -194,7 +194,7 @@ class Reference:
 
 
 def by_field(arrays: dict[str, Any], like: Tree) -> dict[str, Tree]:
-    """An optimizer's arrays, "mu.embed.tokens", as a tree like the parameters for each field."""
+    """An optimizer's arrays by name ("mu.embed.tokens") as a tree like the parameters per field."""
     fields = dict.fromkeys(name.partition(".")[0] for name in arrays)
 
     def of(field: str) -> Tree:

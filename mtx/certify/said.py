@@ -1,4 +1,4 @@
-"""A certificate, and what became of mutants, in words and as numbers."""
+"""A certificate, and the outcome for mutants, in words and as numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = {name: max(len(name), 5) for name in TOLERANCES}
 
 
 def config_hash(run: RunConfig) -> str:
-    """Of all that decides a step's values; not of where the run lies, nor of its data."""
+    """A hash of all that decides a step's values; not of the run's folder, nor of its data."""
     parts = {name: to_dict(getattr(run, name)) for name in ("model", "layout", "optimizer")}
     parts |= {"global_batch": run.global_batch, "seed": run.seed, "steps": run.steps}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -97,7 +97,7 @@ def _indented(text: Any, width: int, by: int) -> list[str]:
 
 
 def mutant_lines(tried: Sequence[Tried], *, width: int) -> list[str]:
-    """A mutant a row: what it is, what caught it, and what that said."""
+    """For each mutant what it is, what caught it, and what that said."""
     size = max(len(each.mutant.name) for each in tried)
     found = [f"{'mutant':<{size}}  caught by"]
     for each in tried:
@@ -114,7 +114,7 @@ def mutant_lines(tried: Sequence[Tried], *, width: int) -> list[str]:
 
 
 def numbers(made: Certificate) -> dict[str, Any]:
-    """Ready for JSON."""
+    """A certificate as plain data, ready for JSON."""
     walked = made.walked
     own = dataclasses.asdict(walked)
     own |= {"findings": list(map(str, walked.findings)), "unknown": sorted(walked.unknown)}
@@ -145,7 +145,7 @@ def _numbers_of(compared: Compared) -> dict[str, Any]:
 
 
 def mutant_numbers(tried: Sequence[Tried]) -> dict[str, Any]:
-    """Ready for JSON."""
+    """The outcome for mutants as plain data, ready for JSON."""
     mutants = [
         {"name": each.mutant.name, "what": each.mutant.what, "caught_by": each.by,
          "said": each.said}

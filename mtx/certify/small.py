@@ -1,6 +1,6 @@
 """A run shrunk to a size that a laptop computes in a moment, with all its features.
 
-Models keep their family and what they are made of; sizes become the smallest that still tell things
+Models keep their family and their components; sizes become the smallest that still tell things
 apart: several heads on every shard, rows of the vocabulary that are padding, a window shorter than
 the sequence.
 """
@@ -17,7 +17,7 @@ from mtx.schedules.makers import maker
 from mtx.sharding.axes import AXES, MESH
 
 HEADS, SEQUENCE = 8, 32
-LAYERS = (4, 8)  # of which a case has one
+LAYERS = (4, 8)  # a case has one of these
 # Fields of a model that are sizes, and what they become; those that a family lacks are left out.
 _SIZES: dict[str, Any] = {
     "hidden": 32, "heads": HEADS, "sequence": SEQUENCE, "vocab": 61, "vocab_multiple": 4,
@@ -42,14 +42,14 @@ def has(model: ModelConfig, field: str) -> bool:
 
 
 def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
-    """changes: fields that take other values than the model's; those it has not are left out."""
+    """The model, shrunk. changes: fields with other values; those that it lacks are left out."""
     sizes = dict(_SIZES, layers=LAYERS[0])
     given = (name for name in _WHERE_GIVEN if has(model, name) and getattr(model, name))
     sizes |= {name: _WHERE_GIVEN[name] for name in given}
     if getattr(model, "kv_heads", None):
         sizes["kv_heads"] = max(1, HEADS * model.groups // model.heads)
     if getattr(model, "ssm_groups", 1) > 1:
-        sizes["ssm_groups"] = 2  # of several heads each: of one the norm takes away D
+        sizes["ssm_groups"] = 2  # of several heads each: with one the norm removes D
     if has(model, "retrieval_first"):
         sizes |= {"retrieval_first": 2, "retrieval_every": 2}
     if pattern := getattr(model, "pattern", None):
@@ -61,9 +61,9 @@ def small_model(model: ModelConfig, **changes: Any) -> ModelConfig:
 def small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     """AdamW whose first steps are as long as its rate, with a clip that is less than the norm.
 
-    Its epsilon is that of nobody's training: 1e-8 makes of gradients that are zero but for rounding
-    updates as long as all others, of either sign. What only looks at signs cannot be compared at
-    all, so AdamW stands for every optimizer: each is a function of single elements.
+    Nobody trains with its epsilon, but 1e-8 would turn gradients that are zero except for rounding
+    into updates as long as all others, of either sign. Optimizers that only look at signs cannot be
+    compared at all, so AdamW stands for every optimizer: each is a function of single elements.
     """
     clip = min(optimizer.clip, 0.5)
     return OptimizerConfig(
@@ -72,7 +72,7 @@ def small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def small_layout(layout: Layout, devices: int) -> Layout:
-    """The run's own layout: every axis that it uses twice, and as it is where that is too much."""
+    """The run's own layout with two devices on every axis that it uses, one if that is too many."""
     sizes, room = dict.fromkeys(AXES, 1), devices
     for axis in _by_weight(layout):
         if room >= 2:
@@ -93,7 +93,7 @@ def small_layout(layout: Layout, devices: int) -> Layout:
 
 
 def _by_weight(layout: Layout) -> list[str]:
-    """The axes with more than one device, those that split other things first."""
+    """The axes with more than one device, first one for each thing that is split."""
     seen: set[str] = set()
     first, others = [], []
     for axis in MESH:
@@ -104,7 +104,7 @@ def _by_weight(layout: Layout) -> list[str]:
 
 
 def small_run(run: RunConfig, model: ModelConfig, layout: Layout, global_batch: int) -> RunConfig:
-    """UserError where the layout does not go with the model."""
+    """The small run; UserError if the layout does not fit the model."""
     return RunConfig(
         model=model, layout=layout, optimizer=small_optimizer(run.optimizer), guard=run.guard,
         global_batch=global_batch, seed=run.seed, steps=100,
@@ -112,13 +112,13 @@ def small_run(run: RunConfig, model: ModelConfig, layout: Layout, global_batch: 
 
 
 def fits(run: RunConfig) -> bool:
-    """Whether there is such a schedule, too."""
+    """Whether the run has a schedule as well."""
     from mtx.step.trainer import Trainer
 
     layout = run.layout
     if layout.context > 1 and layout.context_attention == "auto":
-        # Whichever way is the fastest, all else is as with this one: choosing traces every layer
-        # for each of them.
+        # Whichever way is the fastest, everything else is as with this one, and choosing would
+        # trace every layer for each of them.
         run = replace(run, layout=replace(layout, context_attention="gather"))
     try:
         Trainer(run).pipeline  # noqa: B018

@@ -1,4 +1,4 @@
-"""The step of a run at full size, typed by axis: nothing runs, and no device need be there."""
+"""The step of a run at full size, typed by axis: nothing runs, and no devices are needed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Walked:
 
 
 def walk_all(run: RunConfig) -> Walked:
-    """The training step of `run`, with gradients that matmuls add in place and without, woven and
-    not where that is left open, and its held-out losses and scores."""
+    """Walk the training step of `run`, with gradients that matmuls add in place and without, woven
+    and plain if that is left open, and its held-out losses and scores."""
     first, *others = ways_to_weave(run)
     walked = walk_run(first)
     for other in others:
@@ -63,10 +63,10 @@ def walk_all(run: RunConfig) -> Walked:
 
 
 def walk_run(run: RunConfig) -> Walked:
-    """The training step of `run`, as it is made for GPUs.
+    """Walk the training step of `run`, as it is made for GPUs.
 
-    With two sequences in a microbatch where it has one: of dims of one element it could not be told
-    which is which. No equation is another for it.
+    A microbatch of one sequence is walked with two, since dims of one element could not be told
+    apart. No equation changes by that.
     """
     return walk_step(_trainer(run))
 
@@ -92,8 +92,8 @@ def _traced(f: Any, trainer: Trainer) -> Any:
 
 
 def walk_program(traced: Any) -> Walked:
-    """Of the `shard_map` that a traced function is: its inputs are what its specs say, and its
-    outputs have to be."""
+    """Walk the `shard_map` of a traced function: its inputs are what its specs say, and its outputs
+    have to be what their specs say."""
     walked = None
     names = [keystr(path) for path, _ in jax.tree.leaves_with_path(traced.out_info)]
     for eqn in _shard_maps(traced.jaxpr.jaxpr):
@@ -101,7 +101,7 @@ def walk_program(traced: Any) -> Walked:
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
         walk = Walk(sizes=sizes, rules=RULES, stages=_STAGES)
         inputs = [given(spec, sizes) for spec in eqn.params["in_specs"]]
-        # Without what nothing reads, which XLA leaves out: a frozen layer's backward pass.
+        # Without what nothing reads, as XLA leaves it out: a frozen layer's backward pass.
         body = eqn.params["jaxpr"]
         body, _ = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
         values = walk.run(body, inputs)
@@ -154,7 +154,7 @@ def _check_output(walk: Walk, name: str, value: Value, spec: P) -> None:
 
 
 def _wrong(kind: Kind, dim: int | None) -> str | None:
-    """What an output lacks that is to be a shard of `dim`, or the same where that is None."""
+    """What is wrong with an output that has to be a shard of `dim`, or the same if that is None."""
     if kind.name == "partial":
         return "an unsummed partial value leaves the step"
     if dim is None and not kind.is_same:
@@ -165,8 +165,8 @@ def _wrong(kind: Kind, dim: int | None) -> str | None:
 
 
 def _is_untold(walk: Walk, value: Value, spec: P) -> bool:
-    """Whether an output differs along an axis, and nothing says that it is the shard that it is to
-    be; of stages nothing can."""
+    """Whether an output differs along an axis, but is not known to be the shard that it has to be;
+    along stages that cannot be known."""
     dims = _dims(spec)
     return any(
         axis in dims and kind == DIFFERENT and axis not in walk.stages

@@ -1,7 +1,7 @@
-"""Choices of experts that rounding decides: two scores so near each other that the order in which
-numbers are added up says which is the larger one.
+"""Choices of experts that rounding decides: two scores so close to each other that the order in
+which numbers are added decides which one is larger.
 
-Of these no layout can be held against another: a token that goes to another expert is another
+With these no layout can be compared with another: a token that goes to another expert gives another
 gradient, and both are right. So inputs are drawn that have none.
 """
 
@@ -19,13 +19,13 @@ from mtx.layers import router
 
 # By how much scores are moved, relative: layouts were seen to differ by 9e-7 in five steps.
 NEAR = 3e-6
-_WAYS = 8  # how often they are moved, each up or down: what is nearer is missed once in 256 times
+_WAYS = 8  # how often they are moved, each up or down: a closer pair is missed once in 256 times
 
 
 @contextlib.contextmanager
 def watched_choices() -> Iterator[list[int]]:
-    """While it is entered, routers that are traced add to the list, a number for each time that
-    one runs: whether other scores, as near as NEAR, would have made other choices."""
+    """A context in which routers that are traced add a number to the list each time that they run:
+    whether other scores, as close as NEAR, would have led to other choices."""
     found: list[int] = []
     real = router.choose
 
@@ -44,7 +44,7 @@ def watched_choices() -> Iterator[list[int]]:
 
 
 def _changed(ids_nk: Any, others: Any, config: router.Router) -> Any:
-    """Whether they are other experts. Their order counts where some are dropped alone."""
+    """Whether the experts differ. Their order counts only if some are dropped."""
     if config.capacity is None:
         ids_nk, others = jnp.sort(ids_nk, axis=-1), jnp.sort(others, axis=-1)
     return (ids_nk != others).any()

@@ -1,9 +1,9 @@
-"""Walks the equations of a program for a mesh without running them, and says of each value what it
-is along each axis (`kinds`).
+"""Walks the equations of a program for a mesh without running them, and says what kind of value
+each one is along each axis (`kinds`).
 
-Loops are walked until nothing changes; of a branch that devices choose differently, what comes out
-differs. Rules of primitives stand in `elementwise`, `arrays` and `collectives`; what a program
-computes within another (jit, checkpoint, custom_vjp) is walked in its place.
+Loops are walked until nothing changes; if devices choose different branches, the outputs differ.
+The rules for primitives are in `elementwise`, `arrays` and `collectives`; a program within another
+(jit, checkpoint, custom_vjp) is walked in its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mtx.strand import NESTED, is_matmul, opened
 
 Rule = Callable[["Walk", Any, list[Value]], list[Value]]
 _OWN_FOLDER = Path(__file__).parents[1]
-_SMALL = 4096  # elements of a constant that are looked at
+_SMALL = 4096  # the most elements of a constant that is looked at
 
 
 class Finding(NamedTuple):
@@ -46,7 +46,7 @@ class Walk:
 
     sizes: dict[str, int]  # of the axes with more than one device
     rules: Mapping[str, Rule]  # by primitive, and "unknown"
-    # along which devices run other layers: an index that differs there chooses no shard
+    # axes along which devices run other layers: an index that differs there chooses no shard
     stages: frozenset[str] = frozenset()
     findings: list[Finding] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)  # primitives without a rule
@@ -73,7 +73,7 @@ class Walk:
             self.findings.append(found)
 
     def check_together(self, eqn: Any, axis: str) -> None:
-        """That all devices along an axis come to a collective."""
+        """Report a collective that not all devices along an axis come to."""
         if axis in self._diverged:
             what = f"{eqn.primitive.name} in a branch that only some devices take"
             self.report(eqn, axis, what, hangs=True)
@@ -81,7 +81,7 @@ class Walk:
     # -- programs ---------------------------------------------------------------------------------
 
     def run(self, program: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What a jaxpr's outputs are."""
+        """The values of a jaxpr's outputs."""
         body, constants = opened(program)
         key = id(body), tuple(inputs), self._diverged
         if self._quiet and key in self._known:
@@ -131,7 +131,7 @@ class Walk:
     # -- control ----------------------------------------------------------------------------------
 
     def choose(self, eqn: Any, chooser: Value, branches: Sequence, inputs: list[Value]):
-        """Of branches, of which `chooser` says one."""
+        """The outputs of `branches`, of which `chooser` chooses one."""
         axes = self.axes
         chosen = frozenset(a for a, kind in zip(axes, chooser.kinds) if not kind.is_same)
         for axis, kind in zip(axes, chooser.kinds):
@@ -153,7 +153,7 @@ class Walk:
                 self.report(eqn, axis, "one branch gives a sum, another an unsummed partial value")
 
     def differing(self, value: Value, axes: frozenset[str]) -> Value:
-        """As it is where devices along `axes` have made different choices."""
+        """The value, if devices along `axes` have made different choices."""
         kinds = tuple(
             DIFFERENT if axis in axes and kind.is_same else kind
             for axis, kind in zip(self.axes, value.kinds)
@@ -161,7 +161,7 @@ class Walk:
         return value if kinds == value.kinds else Value(kinds, parts=value.parts)
 
     def fixpoint(self, step: Callable[[list[Value]], list[Value]], start: list[Value]):
-        """The values of a loop's carry, whatever the number of turns."""
+        """The values of a loop's carry after any number of turns."""
         self._quiet += 1
         carry = start
         while True:

@@ -1,5 +1,5 @@
-"""What a checkpoint's manifest says of its arrays: of each its shape, dtype and fingerprint, and
-where its blocks lie. What is read is believed only where all of it fits together."""
+"""What a checkpoint's manifest says about its arrays: the shape, dtype and fingerprint of each, and
+where its blocks lie. What is read is accepted only if all of it is consistent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ArrayInfo:
 
     @property
     def fingerprint(self) -> int:
-        """Of the whole array: the same however it was cut."""
+        """The fingerprint of the whole array, the same however it was cut."""
         return sum(block.fingerprint for block in self.blocks) % MODULUS
 
 
@@ -61,7 +61,7 @@ Catalog = dict[str, ArrayInfo]
 def catalog_of(
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]], blocks: Iterable[Block]
 ) -> Catalog:
-    """Of arrays, by their shape and dtype, and the blocks that hold them."""
+    """The catalog of arrays, {name: (shape, dtype)}, and of the blocks that hold them."""
     held = defaultdict(list)
     for block in blocks:
         held[block.name].append(block)
@@ -90,9 +90,9 @@ def catalog_to_json(catalog: Catalog) -> dict:
 
 
 def catalog_from_json(values: Mapping) -> Catalog:
-    """The inverse of `catalog_to_json`. Raises KeyError, TypeError or ValueError where a value is
-    of another kind or out of range, and where an array's blocks do not tile it or their
-    fingerprints do not add up to its own."""
+    """The inverse of `catalog_to_json`. Raises KeyError, TypeError or ValueError if a value is of
+    another kind or out of range, if an array's blocks do not tile it, or if their fingerprints do
+    not add up to its own."""
     files, arrays = values["files"], values["arrays"]
     if not isinstance(files, list) or not isinstance(arrays, dict):
         raise ValueError("its files must be a list, and its arrays a table")
@@ -151,11 +151,11 @@ def _whole(values: Sequence[object], *, least: int = 0) -> bool:
 
 
 def _tile(shape: tuple[int, ...], blocks: Sequence[Block]) -> bool:
-    """Whether the blocks hold every place of an array, and none of them twice.
+    """Whether the blocks hold every place of an array exactly once.
 
-    As with fingerprints: each stretch between two cuts along a dim gets a random weight, and a
-    block the product of its stretches' sums; they add up to the array's own where every place is
-    held once, and otherwise with a chance of some 2^-40 at most.
+    This works as fingerprints do: each stretch between two cuts along a dim gets a random weight,
+    and each block the product over dims of its stretches' sums. The products add up to the array's
+    own if every place is held once, and otherwise with a chance of some 2^-40 at most.
     """
     if len(blocks) < 2:
         return any(not any(block.start) and block.shape == shape for block in blocks)

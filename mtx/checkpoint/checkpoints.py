@@ -1,14 +1,14 @@
-"""Checkpoints that know no layout: what one (data, pipe, tensor, virtual) saves, any other reads.
+"""Layout-independent checkpoints: what one (data, pipe, tensor, virtual) saves, any other reads.
 
 On disk, under the number of finished steps: `checkpoint.json`, the manifest with a checksum of
 everything else; `arrays.<process>.bin`, every array in its global shape, unpadded, and each kind's
 layers as [L, ...] in model order, in blocks; `run.json`, the config; `tokenizer.json`;
-`extra.json`. It is written in the background and renamed when it is complete, so a checkpoint is
-there whole or not at all; what is read is checked, so it is what was written or an error that names
-what is not.
+`extra.json`. A checkpoint is written in the background and renamed when it is complete, so it is
+there whole or not at all. Everything is checked when it is read: either it is what was written, or
+an error names what is not.
 
-Read in this order: catalog (which arrays there are), store (arrays in files), snapshot (a state as
-arrays), manifest, formats, folder, commit.
+Read the modules in this order: catalog (which arrays there are), store (arrays in files), snapshot
+(a state as arrays), manifest, formats, folder, commit.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _TEMPORARY = "*.orbax-checkpoint-tmp*"
 class Checkpoints(Folder):
     """The checkpoints of one run, in a directory of their own, which the first `save` creates.
 
-    The newest `keep` are kept, and those whose step is a multiple of `keep_every`; where an older
-    one cannot be deleted, `say` is told in a line, and the next save tries again. Use it as a
+    The newest `keep` are kept, and those whose step is a multiple of `keep_every`; if an older
+    one cannot be deleted, `say` gets a line about it, and the next save tries again. Use it as a
     context, or call `wait` at the end.
     """
 
@@ -76,16 +76,16 @@ class Checkpoints(Folder):
 
     def __exit__(self, kind, *exception) -> None:
         told = contextlib.nullcontext() if kind is None else contextlib.suppress(UserError)
-        with told:  # the first fault is the one to tell
+        with told:  # the first error is the one to report
             self.wait()
 
     # -- writing ----------------------------------------------------------------------------------
 
     def prepare(self, trainer: Trainer) -> None:
-        """Takes the host memory that the first `save` would otherwise wait for, while others
+        """Allocates the host memory that the first `save` would otherwise wait for, while programs
         compile."""
         snapshot = self._snapshot_of(trainer)
-        _ = snapshot.leaves  # traced here: tracing is not for two threads at once
+        _ = snapshot.leaves  # traced here, since two threads must not trace at once
         self._preparing = threading.Thread(target=snapshot.prepare, daemon=True)
         self._preparing.start()
 
@@ -97,11 +97,11 @@ class Checkpoints(Folder):
         tokenizer: Tokenizer,
         extra: dict | None = None,
     ) -> Path:
-        """Starts to save `state` under its number of steps; the directory that will hold it.
+        """Starts to save `state` under its number of steps; returns the directory for it.
 
         Returns when the state has been copied to the host, so that the next step may donate it; the
         writing goes on in the background. `extra` is anything that JSON can hold. Raises UserError
-        where this save or the one before it cannot be written.
+        if this save or the one before it cannot be written.
         """
         self.wait()
         if self._preparing is not None:
@@ -125,14 +125,15 @@ class Checkpoints(Folder):
         return self._path(step)
 
     def poll(self) -> None:
-        """Raises UserError where a save has failed since the last time. Waits for nothing: to be
-        called between steps."""
+        """Raises UserError if a save has failed since the last call. Does not wait: to be called
+        between steps."""
         if self._finishing is not None and self._finishing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Returns when what is being saved is complete, and what is too old is gone, where it can
-        be. Raises UserError where it cannot be written; what was there before is left as it was."""
+        """Returns when the running save is complete, and the checkpoints that are too old are
+        deleted, if they can be. Raises UserError if the save cannot be written; earlier checkpoints
+        are left as they were."""
         finishing, self._finishing = self._finishing, None
         if finishing is None:
             return
@@ -155,7 +156,7 @@ class Checkpoints(Folder):
         return self._writer
 
     def _make_way(self, step: int) -> None:
-        """Refuses, on all processes, what process 0 cannot write to."""
+        """Raises UserError, on all processes, if process 0 cannot write the checkpoint."""
 
         def prepare(_) -> str:
             try:
@@ -189,8 +190,8 @@ class Checkpoints(Folder):
             ) from error
 
     def _finish(self) -> str:
-        """Waits for the save, in the background, and deletes what is too old. A line where that
-        cannot be deleted: the save is whole all the same."""
+        """Waits for the save, in the background, and deletes checkpoints that are too old. Returns
+        a line if they cannot be deleted: the save is whole all the same."""
         self._checkpointer.wait_until_finished()
         if jax.process_index():
             return ""
@@ -208,7 +209,7 @@ class Checkpoints(Folder):
         return ""
 
     def _discard_unfinished(self) -> None:
-        """Deletes what interrupted saves and deletions have left."""
+        """Deletes what interrupted saves and deletions have left behind."""
         for path in self.directory.glob(_TEMPORARY):
             discard(path)
         shutil.rmtree(self.directory / DISCARDED, ignore_errors=True)
@@ -217,7 +218,7 @@ class Checkpoints(Folder):
 
     def restore(self, trainer: Trainer, step: int | None = None) -> TrainState:
         """The state of a checkpoint, on the layout of `trainer`. `step` is the newest by default.
-        Raises Damaged, on all processes, where what is read is not what was written; UserError for
+        Raises Damaged, on all processes, if what is read is not what was written; UserError for
         a checkpoint of another model."""
         self.wait()
         step = self._existing(step)
@@ -245,7 +246,7 @@ class Checkpoints(Folder):
         return state._replace(loss_scale=jax.device_put(scale, shardings))
 
     def check(self, trainer: Trainer, tokenizer: Tokenizer, step: int | None = None) -> None:
-        """Raises UserError where a checkpoint is of another model, optimizer or tokenizer."""
+        """Raises UserError if a checkpoint is of another model, optimizer or tokenizer."""
         step = self._existing(step)
         path = self._path(step)
         run = self.run(step)
@@ -273,8 +274,8 @@ class Checkpoints(Folder):
 
 
 def _no_traceback(record: logging.LogRecord) -> bool:
-    """False for what Orbax logs, with tracebacks, of a save that failed: `_writing` tells it in a
-    line. That its own metadata found no room, nobody has to know: nothing here reads them."""
+    """False for what Orbax logs, with tracebacks, about a failed save: `_writing` reports that in a
+    line. Nobody has to know that Orbax's own metadata found no room: nothing here reads them."""
     return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts
 
 
@@ -298,7 +299,7 @@ def _check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
 
 
 def _check_optimizer(path: Path, saved: OptimizerConfig, now: OptimizerConfig) -> None:
-    """Another one may have arrays of the same names, which mean something else."""
+    """UserError for another optimizer: its arrays of the same names may mean something else."""
     for name, there, here in (
         ("name", saved.name, now.name),
         ("rest", saved.rest or saved.name, now.rest or now.name),

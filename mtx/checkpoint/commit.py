@@ -1,8 +1,8 @@
-"""One checkpoint written by all processes, in the background, whole or not at all.
+"""All processes write one checkpoint together, in the background, whole or not at all.
 
-Orbax gives the directory a temporary name, runs this handler in a thread of its own and renames the
-directory at the end. What each process holds goes into a file of its own; then all say whether
-that went well, and process 0 adds the manifest. So where one process fails, all know it at once.
+Orbax gives the directory a temporary name, runs this handler in its own thread, and renames the
+directory at the end. Each process writes what it holds into its own file; then all report whether
+that succeeded, and process 0 adds the manifest. So if one process fails, all know it at once.
 Everything is on the disk before the rename.
 """
 
@@ -27,13 +27,13 @@ from mtx.checkpoint.manifest import is_ours, read_manifest, write_documents
 from mtx.checkpoint.store import Part, Store, write_parts
 from mtx.sharding.agree import agree
 
-DISCARDED = "discarded"  # what is to be deleted goes here first: a rename is atomic
+DISCARDED = "discarded"  # what must be deleted is moved here first: a rename is atomic
 _FAILED = "failed: "
 _NICE = 10  # of the writing thread: the step comes first
 
 
 class Writer(ocp.AsyncCheckpointHandler):
-    """Orbax's handler of whole checkpoints. Its `Contents` are what to write."""
+    """Orbax's handler for whole checkpoints, which writes `Contents`."""
 
     def __init__(self, *, timeout_s: float):
         self._timeout_s = timeout_s
@@ -46,13 +46,13 @@ class Writer(ocp.AsyncCheckpointHandler):
         self._write(Path(directory), args)
 
     def restore(self, directory, args: Whole | None = None) -> dict[str, np.ndarray]:
-        """Every array by its name, for those who come with Orbax alone."""
+        """Every array by its name, for users who read with Orbax alone."""
         directory = Path(directory)
         with Store(directory=directory, catalog=read_manifest(directory).catalog) as store:
             return {name: store.read(name) for name in store.catalog}
 
     def finalize(self, directory) -> None:
-        """Right before the rename: makes way for a step that is saved anew."""
+        """Runs right before the rename: discards an older save of the same step."""
         final = Path(directory).parent / Path(directory).name.partition(".")[0]
         if final.exists():
             if not is_ours(final):
@@ -89,7 +89,7 @@ class Writer(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(Writer, for_save=True)
 @dataclass(kw_only=True, eq=False)  # Orbax's base is not frozen
 class Contents(ocp.args.CheckpointArgs):
-    """What is to be written: this process's parts of the arrays, and the documents."""
+    """What to write: this process's parts of the arrays, and the documents."""
 
     step: int
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]  # shape and dtype
@@ -104,7 +104,7 @@ class Whole(ocp.args.CheckpointArgs):
 
 
 def discard(path: Path) -> None:
-    """Takes a checkpoint out of those that count, to be deleted."""
+    """Moves a checkpoint away from those that count, to be deleted."""
     discarded = path.parent / DISCARDED
     discarded.mkdir(exist_ok=True)
     place = next(n for n in range(1_000_000) if not (discarded / f"{path.name}.{n}").exists())
@@ -112,7 +112,7 @@ def discard(path: Path) -> None:
 
 
 def _block(name, start, shape, file, offset, fingerprint) -> Block:
-    """One that went through JSON as a list."""
+    """A block that went through JSON as a list."""
     return Block(
         name=name, start=tuple(start), shape=tuple(shape), file=file, offset=offset,
         fingerprint=fingerprint,
@@ -120,7 +120,7 @@ def _block(name, start, shape, file, offset, fingerprint) -> Block:
 
 
 def _yield_to_others() -> None:
-    """Lowers the priority of this thread and of those that it starts, where they have one of their
-    own (Linux)."""
+    """Lowers the priority of this thread and of those that it starts, if threads have
+    their own (Linux)."""
     if sys.platform == "linux":
         os.nice(_NICE)

@@ -1,15 +1,15 @@
-"""Fingerprints of arrays: 64 bits, to which the fingerprints of an array's parts add up.
+"""Fingerprints of arrays, 64 bits each: those of an array's parts add up to its own.
 
     sum over all elements of  word * m_0[i_0] * m_1[i_1] * ...  mod 2^64
 
 word: the element's bits as an unsigned number; i_d: its place along dim d of the whole array;
 m_d: odd pseudorandom 64-bit numbers. An odd factor loses no bit, so a change of one element always
-shows, two that are swapped or any larger change with a chance of 1 - 2^-32 or better. The sum does
-not depend on how an array is cut, nor over how many processes (multilinear hashing, Carter & Wegman
-1979; Lemire & Kaser 2014). One pass over the memory, without copies: about 3 GiB/s a core.
+shows; a swap of two elements, or any larger change, shows with a chance of 1 - 2^-32 or better. The
+sum does not depend on how an array is cut, or over how many processes (multilinear hashing, Carter
+& Wegman 1979; Lemire & Kaser 2014). One pass over memory, no copies: about 3 GiB/s per core.
 
-In a checkpoint each is multiplied by an odd number of its array's name and dtype: what is another
-array's, or the same bits read as other numbers, shows as well.
+In a checkpoint each is multiplied by an odd number that follows from its array's name and dtype, so
+another array's bits, or the same bits read as another dtype, show as well.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def fingerprint(values: np.ndarray, start: Sequence[int] | None = None) -> int:
-    """Of the part of an array that begins at `start` (by default the whole of it) and holds
-    `values`, which must be contiguous. Those of parts that make up the array add up to its own,
-    modulo MODULUS."""
+    """The fingerprint of the part of an array that begins at `start` (by default, of the whole
+    array) and holds `values`, which must be contiguous. The fingerprints of parts that make up an
+    array add up to its own, modulo MODULUS."""
     start = (0,) * values.ndim if start is None else tuple(start)
     words = _words(values)
     start += (0,) * (words.ndim - len(start))
@@ -44,14 +44,14 @@ def fingerprint(values: np.ndarray, start: Sequence[int] | None = None) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def factor_of(name: str, dtype: np.dtype) -> int:
-    """The odd number of an array's name and dtype: the first eight bytes of a SHA-256."""
+    """The odd number for an array's name and dtype: the first eight bytes of a SHA-256."""
     digest = hashlib.sha256(f"{name} {dtype.name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") | 1
 
 
 @functools.lru_cache(maxsize=64)
 def _products(spans: tuple[tuple[int, tuple[int, int]], ...]) -> np.ndarray:
-    """The products of factors along dims, (dim, (first, size)) of each, row-major."""
+    """The products of factors along dims, each given as (dim, (first, size)), row-major."""
     products = np.ones(1, np.uint64)
     for dim, (first, size) in spans:
         products = np.multiply.outer(products, _factors(dim, first, size)).ravel()
@@ -68,7 +68,7 @@ def _words(values: np.ndarray) -> np.ndarray:
 
 
 def _factors(dim: int, first: int, size: int) -> np.ndarray:
-    """The odd numbers of places first, first + 1, ... along a dim (SplitMix64, Steele et al.
+    """The odd numbers for the places first, first + 1, ... along a dim (SplitMix64, Steele et al.
     2014)."""
     z = np.arange(first, first + size, dtype=np.uint64) + np.uint64((dim + 1) << 48)
     z *= np.uint64(0x9E3779B97F4A7C15)

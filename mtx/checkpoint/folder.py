@@ -1,4 +1,4 @@
-"""The checkpoints in a folder: which there are, what each holds, and those that are set aside."""
+"""The checkpoints in a folder: which exist, what each holds, and which are set aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtx.errors import UserError
 from mtx.paths import check_path
 from mtx.sharding.agree import agree
 
-TIMEOUT_S = 600  # of one save, and of a process that has to answer
+TIMEOUT_S = 600  # for one save, and for a process to answer
 _DOCUMENTS = ("run", "tokenizer", "extra")
 _ASIDE = ".aside"
 
@@ -33,7 +33,7 @@ class Folder:
         inner = directory / "checkpoints"
         self.directory = inner if inner.is_dir() else directory
 
-    # -- which there are --------------------------------------------------------------------------
+    # -- which exist ------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
@@ -44,14 +44,14 @@ class Folder:
         return sorted(set(self._numbers()) - set(self.steps()))
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None where there is none."""
+        """The step of the newest complete checkpoint; None if there is none."""
         return max(self.steps(), default=None)
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
 
     def _numbers(self) -> list[int]:
-        """The directories that are named like a step."""
+        """The steps after which directories are named."""
         if self.directory.exists() and not self.directory.is_dir():
             raise UserError(f"{self.directory} is a file, and checkpoints lie in a directory")
         try:
@@ -80,7 +80,7 @@ class Folder:
     # -- what one holds ---------------------------------------------------------------------------
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """What a checkpoint holds. Raises Damaged."""
+        """The manifest of a checkpoint. Raises Damaged."""
         step = self._existing(step)
         manifest = read_manifest(self._path(step))
         if manifest.step != step:
@@ -92,7 +92,7 @@ class Folder:
         return manifest
 
     def look(self, step: int | None = None) -> None:
-        """Raises Damaged where something is missing, or a small file is not what was written. The
+        """Raises Damaged if something is missing, or a small file is not what was written. The
         arrays' own bytes are checked when they are read."""
         manifest = self.manifest(step)
         documents = {
@@ -104,7 +104,7 @@ class Folder:
         Store(directory=self._path(manifest.step), catalog=manifest.catalog).check_files()
 
     def verify(self, step: int | None = None) -> None:
-        """Raises Damaged where anything of a checkpoint is not what was written; reads it all."""
+        """Raises Damaged if anything in a checkpoint is not what was written; reads all of it."""
         self.look(step)
         with self.open(step) as store, ThreadPoolExecutor() as pool:
             for _ in pool.map(lambda name: sum(store.verify(name)), store.catalog):
@@ -139,10 +139,10 @@ class Folder:
 
     def find(self, say: Callable[[str], None]) -> int | None:
         """The step of the newest checkpoint whose manifest and documents are sound, the same on all
-        processes; None where there is none at all.
+        processes; None if there are no checkpoints at all.
 
-        Those that are not are set aside, and `say` is told in a line. Raises UserError where there
-        are checkpoints, and none of them is sound.
+        Those that are not sound are set aside, and `say` gets a line about each. Raises UserError
+        if there are checkpoints but none of them is sound.
         """
 
         def search(_) -> str:
@@ -162,7 +162,7 @@ class Folder:
         self, look: Callable[[int], None], put_away: Callable[[int], str]
     ) -> tuple[int | None, list[str]]:
         """(the step of the newest checkpoint that `look` does not find Damaged, or None; a line on
-        each that is). put_away: of a damaged one, returns what became of it."""
+        each that is). put_away: takes a damaged one, and returns what became of it."""
         lines = [
             f"checkpoint {self._path(step)} is damaged: it has no {MANIFEST}"
             for step in self.incomplete()
@@ -177,9 +177,9 @@ class Folder:
         return None, lines
 
     def set_aside(self, step: int, why: str, *, unless_oldest: bool = False) -> str:
-        """Gives a checkpoint another name, under which it does not count; says so in a line. `why`
-        begins with a verb. `unless_oldest`: nothing, and no line, where there is no older one. To
-        be called by all processes."""
+        """Renames a checkpoint so that it no longer counts; returns a line that says so. `why`
+        begins with a verb. `unless_oldest`: does nothing, and returns "", if there is no older one.
+        To be called by all processes."""
 
         def rename(_) -> str:
             if unless_oldest and step not in self.steps()[1:]:
@@ -199,7 +199,7 @@ class Folder:
         return f"it is now named {aside.name}"
 
     def aside(self) -> list[str]:
-        """The names of those that were set aside."""
+        """The names of the checkpoints that were set aside."""
         named = re.compile(rf"\d+{re.escape(_ASIDE)}\d*")
         return sorted(
             path.name

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats, read as if they were of today's.
+"""Reads checkpoints of earlier formats as if they were of today's.
 
 1: fingerprints without the factor of their array's name and dtype (see `fingerprint`).
 2: parameters are "ends", embedding and head together, and "block", the layers, all of one kind.
@@ -22,8 +22,8 @@ _NAMES = {
 
 
 def current_catalog(catalog: Catalog, written: int) -> Catalog:
-    """The arrays of a checkpoint of format `written`, by the names, and with the fingerprints, of
-    today's. Raises ValueError where two are of one name."""
+    """The arrays of a checkpoint of format `written`, with the names and fingerprints of
+    today's format. Raises ValueError if two have the same name."""
     if written > 2:
         return catalog
     renamed = {_renamed(name): (name, info) for name, info in catalog.items()}
@@ -33,7 +33,7 @@ def current_catalog(catalog: Catalog, written: int) -> Catalog:
 
 
 def current_run(run: dict) -> dict:
-    """A run's config, as a checkpoint has it, without values that are no more."""
+    """A run's config, as a checkpoint has it, without values that no longer exist."""
     model, layout = run.get("model"), run.get("layout")
     if isinstance(model, dict):
         run = run | {"model": own_fields(model)}

@@ -1,7 +1,7 @@
 """The small files of a checkpoint, all JSON: what it is, and the checksums of everything in it.
 
-`checkpoint.json` is the manifest; a directory without one is no checkpoint. It holds the SHA-256 of
-itself and of every document beside it (run.json, tokenizer.json, extra.json), and the catalog of
+`checkpoint.json` is the manifest; a directory without one is not a checkpoint. It holds the SHA-256
+of itself and of every document beside it (run.json, tokenizer.json, extra.json), and the catalog of
 the arrays with their fingerprints.
 """
 
@@ -22,7 +22,7 @@ from mtx.data.indexed import sync, sync_folder
 from mtx.errors import UserError
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 3  # those before: see mtx.checkpoint.formats
+_FORMAT = 3  # for earlier ones see mtx.checkpoint.formats
 _LAST_SECOND = 253402300799  # of the year 9999, beyond which Python has no dates
 _MOST_STEPS = 2**31  # counted on devices
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -42,14 +42,14 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of the arrays."""
+        """The size of all arrays."""
         return sum(info.size_bytes for info in self.catalog.values())
 
 
 def write_documents(
     directory: Path, *, step: int, processes: int, catalog: Catalog, documents: Mapping[str, dict]
 ) -> None:
-    """Writes `documents` and, at last, the manifest; all on the disk on return. Raises OSError."""
+    """Writes `documents` and then the manifest; all are on the disk on return. Raises OSError."""
     digests = {}
     for name, document in documents.items():
         digests[name] = _write(directory / f"{name}.json", json.dumps(document, indent=1))
@@ -63,8 +63,8 @@ def write_documents(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises Damaged where it is not what was written or its values cannot be, FileNotFoundError
-    where there is none, UserError where it is of a format to come."""
+    """A checkpoint's manifest. Raises Damaged if it is not what was written or has impossible
+    values, FileNotFoundError if there is none, UserError if it is of a newer format."""
     _require_files(directory)
     text = _read(directory / MANIFEST)
     try:
@@ -101,7 +101,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_document(directory: Path, manifest: Manifest, name: str) -> dict:
-    """What `write_documents` was given as `name`. Raises Damaged."""
+    """The document that `write_documents` was given as `name`. Raises Damaged."""
     path = directory / f"{name}.json"
     try:
         text = _read(path)
@@ -116,7 +116,7 @@ def read_document(directory: Path, manifest: Manifest, name: str) -> dict:
 
 
 def _table(text: bytes) -> dict:
-    """A JSON object. Raises ValueError, in a line."""
+    """The JSON object in `text`. Raises ValueError with one line."""
     try:
         values = json.loads(text, object_pairs_hook=_unique)
     except UnicodeDecodeError:
@@ -143,12 +143,12 @@ def _whole_number(values: dict, name: str, *, least: int = 0) -> int:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether a directory holds nothing but what is of a checkpoint, if anything."""
+    """Whether a directory is empty, or holds nothing but a checkpoint's files."""
     return directory.is_dir() and all(_OURS.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _write(path: Path, text: str) -> str:
-    """Writes a file; the SHA-256 of its bytes."""
+    """Writes a file; returns the SHA-256 of its bytes."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         sync(file)
@@ -156,8 +156,8 @@ def _write(path: Path, text: str) -> str:
 
 
 def _require_files(directory: Path) -> None:
-    """Raises Damaged where anything of a checkpoint, be it Orbax's own, is no file: a reader of a
-    pipe would wait for ever."""
+    """Raises Damaged if anything of a checkpoint, even one of Orbax's own files, is not a file: a
+    reader of a pipe would wait forever."""
     try:
         for path in sorted(directory.iterdir()):
             if _OURS.fullmatch(path.name) and path.exists() and not path.is_file():

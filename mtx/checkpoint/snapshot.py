@@ -1,12 +1,11 @@
-"""A trainer's state as canonical arrays: which part of each a device holds, and back.
+"""Converts a trainer's state to canonical arrays, from the parts that devices hold, and back.
 
 Canonical: every array in its global shape, unpadded, and the layers of a kind as [L, ...] in model
-order.
-`params.layers.block.mlp.up.w`, `step`, ..., and of the optimizer's state by its fields, as AdamW's
-`mu.embed.tokens`; its counts follow from the rest.
-A device's shard is cut into runs of layers that follow each other, and these are parts of the
-canonical array as they lie: whatever the layout, nothing is exchanged between devices, and nothing
-is copied on one. Padding is left out on the way there, and zero on the way back.
+order. Arrays are named `params.layers.block.mlp.up.w`, `step`, ..., and those of the optimizer's
+state by its fields, such as AdamW's `mu.embed.tokens`; its counts follow from the rest.
+A device's shard is cut into runs of consecutive layers, which are parts of the canonical array as
+they lie in memory: whatever the layout, nothing is exchanged between devices or copied on one.
+Padding is left out when a state is saved, and is zero when it is loaded.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ _COPYING, _READING = min(8, _CORES), min(16, 2 * _CORES)  # threads; those that 
 
 
 def odd_one_out(catalog: Catalog) -> str | None:
-    """The name of an array that can be of no state: all arrays of the optimizer have the name,
-    shape and dtype of a parameter, and the numbers are all there. None where all is well."""
+    """The name of an array that does not fit a state, or of a number that is missing: in a state,
+    each array of the optimizer has the name, shape and dtype of a parameter, and all numbers are
+    there. None if all is well."""
     for name in sorted(catalog.keys() - set(NUMBERS)):
         path = name.partition(".")[2]
         own, info = catalog.get(f"params.{path}"), catalog[name]
@@ -59,12 +59,12 @@ def odd_one_out(catalog: Catalog) -> str | None:
 
 
 def without_moments(catalog: Catalog, run: dict) -> str | None:
-    """The name of a parameter of which there are not as many arrays of the optimizer's as the
-    run's config says: none of what is frozen. None where all is well. Runs of before there were
-    several had AdamW."""
+    """The name of a parameter that does not have as many arrays of the optimizer as the run's
+    config says (none if it is frozen). None if all is well. Runs from before there were several
+    optimizers had AdamW."""
     said = run.get("optimizer") or {}
     names = said.get("name", "adamw"), said.get("rest") or said.get("name", "adamw")
-    if not set(names) <= set(NAMES):  # of an optimizer that is not here: restoring says so
+    if not set(names) <= set(NAMES):  # an optimizer that is unknown here: restoring says so
         return None
     states = {optimizer_module(name).STATES for name in names}
     states |= {0} if _freezes(run.get("model") or {}) else set()
@@ -76,16 +76,16 @@ def without_moments(catalog: Catalog, run: dict) -> str | None:
 def _freezes(model: dict) -> bool:
     try:
         return from_dict(ModelConfig, own_fields(model)).freezes
-    except UserError:  # of a family that is not here, perhaps: restoring says so
+    except UserError:  # perhaps a family that is unknown here: restoring says so
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Layers of a shard that follow each other; or all of a shard that has no layers."""
+    """Consecutive layers of a shard, or all of a shard that has no layers."""
 
     start: tuple[int, ...]  # in the canonical array
-    local: tuple[slice, ...]  # in the shard, its first three dims [P, C, N] made one
+    local: tuple[slice, ...]  # in the shard, with its first three dims [P, C, N] merged
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,10 +97,10 @@ class Leaf:
     dtype: np.dtype
     master_shape: tuple[int, ...]  # as trained with: layers [P, C, N, ...], padded
     sharding: NamedSharding
-    layers: np.ndarray | None  # int [P, C, N]: which of its kind's is in each place, or EMPTY
+    layers: np.ndarray | None  # int [P, C, N]: which layer of its kind is in each place, or EMPTY
 
     def runs(self, index: tuple[slice, ...]) -> list[Run]:
-        """Of the shard that `index` cuts from the master."""
+        """The runs of the shard that `index` cuts from the master."""
         spans = [part.indices(size)[:2] for part, size in zip(index, self.master_shape)]
         if self.layers is None:
             return self._cropped([(0, 0, 1)], spans) if spans else [Run(start=(), local=())]
@@ -138,10 +138,10 @@ def _consecutive(layers: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 class Snapshot:
-    """Copies of a trainer's states on the host, and states from what is stored.
+    """Copies a trainer's states to the host, and makes states from what is stored.
 
-    On CPU devices the copies of each state take the place of those of the one before: fresh memory
-    costs more than copying. So a snapshot is to be written before the next is taken.
+    On CPU devices the copies of each state overwrite those of the previous one, because fresh
+    memory costs more than copying. So a snapshot must be written before the next is taken.
     """
 
     def __init__(self, trainer: Trainer):
@@ -169,17 +169,17 @@ class Snapshot:
             )  # fmt: skip
         return leaves
 
-    # -- there ------------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Takes the memory that the first copy would otherwise wait for."""
+        """Allocates the memory that the first copy would otherwise wait for."""
         if self._on_host:
             for leaf in self.leaves.values():
                 for place in range(len(leaf.sharding.addressable_devices)):
                     self._copy_for(leaf, place)
 
     def take(self, state: TrainState) -> list[Part]:
-        """What this process is to write of a state. The state may be donated thereafter."""
+        """The parts of a state that this process writes. The state may be donated afterwards."""
         shards = [
             (self.leaves[name], place, shard.index, array.addressable_data(place))
             for name, array in _arrays(state).items()
@@ -201,19 +201,19 @@ class Snapshot:
     def _copy_for(self, leaf: Leaf, place: int) -> np.ndarray:
         if (leaf.name, place) not in self._copies:
             shape = leaf.sharding.shard_shape(leaf.master_shape)
-            self._copies[leaf.name, place] = np.ones(shape, leaf.dtype)  # written to: it is there
+            self._copies[leaf.name, place] = np.ones(shape, leaf.dtype)  # written, so it is there
         return self._copies[leaf.name, place]
 
     @cached_property
     def _on_host(self) -> bool:
-        """Whether the devices' memory is the host's, and `np.asarray` no copy."""
+        """Whether the devices' memory is the host's, so that `np.asarray` does not copy."""
         return self.trainer.mesh.devices.flat[0].platform == "cpu"
 
-    # -- and back ---------------------------------------------------------------------------------
+    # -- loading ----------------------------------------------------------------------------------
 
     def check(self, store: Store) -> None:
-        """Raises UserError where `store` has not all arrays of this trainer's model; histories of
-        float8 begin anew where it has none."""
+        """Raises UserError if `store` does not have all arrays of this trainer's model; histories
+        of float8 begin anew if it has none."""
         for leaf in self.leaves.values():
             there = store.catalog.get(leaf.name)
             if there is None and is_history(leaf.name):
@@ -229,7 +229,7 @@ class Snapshot:
 
     def load(self, store: Store) -> TrainState:
         """The state that `store` holds, on this trainer's layout. Raises Damaged, and UserError
-        where it is not of this trainer's model."""
+        if it is not of this trainer's model."""
         self.check(store)
         there = [name for name in self.leaves if name in store.catalog]
         largest_first = sorted(there, key=lambda name: -store.catalog[name].size_bytes)
@@ -240,7 +240,7 @@ class Snapshot:
         return self._state(arrays | anew)
 
     def _load(self, store: Store, leaf: Leaf) -> jax.Array:
-        """Reads what this process holds of an array, once for all devices that hold the same."""
+        """Reads this process's shards of an array, each once for all devices that hold it."""
         devices = defaultdict(list)
         indices = leaf.sharding.addressable_devices_indices_map(leaf.master_shape)
         for device, index in indices.items():
@@ -268,7 +268,7 @@ class Snapshot:
         updates = np.int32(arrays["step"]) - np.int32(arrays["skipped"])
         replicated = self.leaves["step"].sharding
 
-        def count() -> jax.Array:  # of its own for each: a step donates them
+        def count() -> jax.Array:  # a new one for each use: a step donates them
             return jax.make_array_from_callback((), replicated, lambda _: updates)
 
         return TrainState(
@@ -291,7 +291,7 @@ def _zeros(leaf: Leaf) -> jax.Array:
 
 
 def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
-    """Copies contiguous arrays in slices: all threads are done at the same time."""
+    """Copies contiguous arrays in slices, so that all threads are done at the same time."""
     slices = [
         (target.reshape(-1)[start : start + _SLICE], source.reshape(-1)[start : start + _SLICE])
         for target, source in zip(targets, sources)
@@ -302,7 +302,7 @@ def _copy(targets: list[np.ndarray], sources: list[np.ndarray]) -> None:
 
 
 def _to_host(shards: list[jax.Array]) -> list[np.ndarray]:
-    """Copies from devices that have a memory of their own, all under way at once."""
+    """Copies from devices that have their own memory, all copies at once."""
     for shard in shards:
         shard.copy_to_host_async()
     with ThreadPoolExecutor(_COPYING) as pool:
@@ -310,8 +310,8 @@ def _to_host(shards: list[jax.Array]) -> list[np.ndarray]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory that a CPU device takes as its own, without a copy. Not to be written to after that;
-    XLA does not, either, when it is donated."""
+    """Memory that a CPU device takes as its own, without a copy. It must not be written to after
+    that; XLA does not write to it either, even when it is donated."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
@@ -319,7 +319,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:
-    """The leaves of a state, or of a tree like it, that are saved, by name."""
+    """The saved leaves of a state, or of a tree like it, by name."""
     scalars = {"step": state.step, "skipped": state.skipped}
     scalars |= {"loss_scale": state.loss_scale._asdict()}
     params, numbers = (flatten_dict(tree, sep=".") for tree in ({"params": state.params}, scalars))

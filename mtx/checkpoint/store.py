@@ -1,4 +1,4 @@
-"""Arrays in files: what the processes of a run hold of each, as blocks; read back in any other cut.
+"""Arrays in files: written as blocks, as the processes hold them, and read back in any other cut.
 
 A process writes one file, `arrays.<process>.bin`: the blocks it holds, raw and in row-major order,
 one after the other; the catalog says where. A reader takes whole blocks and checks each before
@@ -21,13 +21,13 @@ from mtx.checkpoint.catalog import Block, Catalog
 from mtx.checkpoint.fingerprint import MODULUS, factor_of, fingerprint
 from mtx.errors import UserError
 
-MOST_BLOCK_BYTES = 32 << 20  # what is read to get at one element; and what a thread works on
-_AT_A_TIME_BYTES = 4 << 20  # what is still in a cache when it is looked at again
+MOST_BLOCK_BYTES = 32 << 20  # read to get at one element; also what a thread works on
+_AT_A_TIME_BYTES = 4 << 20  # still in a cache when it is used again
 _ALIGNMENT = 64  # bytes
 
 
 class Damaged(UserError):
-    """A checkpoint is not what was written: which one, and what of it."""
+    """A checkpoint is not what was written; says which one, and what is wrong with it."""
 
     def __init__(self, directory: Path, what: str):
         super().__init__(f"checkpoint {directory} is damaged: {what}")
@@ -35,7 +35,7 @@ class Damaged(UserError):
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """Why a file of a checkpoint cannot be read: that it may not be is no damage."""
+    """The error for a checkpoint's file that cannot be read; a lack of permission is not damage."""
     if isinstance(error, PermissionError):
         return UserError(f"{path} cannot be read ({error.strerror}); let this user read it")
     return Damaged(path.parent, f"{path.name}: {error.strerror or error}")
@@ -43,7 +43,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """What a process holds of an array: `values`, from `start` on."""
+    """The part of an array that a process holds: `values`, which begin at `start`."""
 
     name: str
     start: tuple[int, ...]
@@ -90,7 +90,7 @@ def write_parts(path: Path, parts: Sequence[Part], *, threads: int = 2) -> list[
 
 
 def _write_all(file: int, values: np.ndarray, offset: int) -> int:
-    """Writes contiguous values; where they end."""
+    """Writes contiguous values; returns the offset of their end."""
     left = values.reshape(-1).view(np.uint8).data
     while left:
         written = os.pwrite(file, left, offset)
@@ -111,8 +111,8 @@ def _pieces(part: Part, most_bytes: int) -> Iterator[tuple[tuple[int, ...], np.n
 def _cuts(
     start: tuple[int, ...], shape: tuple[int, ...], most: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(start, shape) of pieces of at most so many elements, one after the other: cut along the
-    first dims, so that those of a contiguous array are contiguous and follow each other."""
+    """(start, shape) of pieces of at most `most` elements, one after the other: cut along the first
+    dims, so that the pieces of a contiguous array are contiguous and follow each other."""
     size = math.prod(shape)
     if size <= max(most, 1):
         yield start, shape
@@ -130,7 +130,7 @@ def _cuts(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """Where a part of an array is to go: from `start` on, into `target`."""
+    """A part of an array to read: it begins at `start`, and goes into `target`."""
 
     start: tuple[int, ...]
     target: np.ndarray
@@ -155,7 +155,7 @@ class Store:
     def read(
         self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> np.ndarray:
-        """An array or, from `start` on, as much of it as `shape` says. Raises Damaged."""
+        """An array, or the part of it that begins at `start` and has `shape`. Raises Damaged."""
         info = self.catalog[name]
         start = tuple(start or (0,) * len(info.shape))
         if shape is None:
@@ -165,8 +165,8 @@ class Store:
         return values
 
     def fill(self, name: str, regions: Sequence[Region]) -> None:
-        """Reads what lies in `regions` of an array, each block once. Raises Damaged, and what has
-        been read by then is not to be used."""
+        """Reads `regions` of an array, each block once. Raises Damaged; what has been read by then
+        must not be used."""
         info = self.catalog[name]
         missing = [region.target.size for region in regions]
         for block in _touching(info.blocks, regions):
@@ -177,7 +177,7 @@ class Store:
             raise Damaged(self.directory, f"{sum(missing):,} values of {name} are in no file")
 
     def check_files(self) -> None:
-        """Raises Damaged where a file is not there or too short; reads nothing."""
+        """Raises Damaged if a file is missing or too short; reads nothing."""
         ends: dict[str, int] = {}
         for info in self.catalog.values():
             for block in info.blocks:
@@ -192,15 +192,15 @@ class Store:
                 raise Damaged(self.directory, f"{file} has {size:,} of {end:,} bytes")
 
     def verify(self, name: str) -> Iterator[int]:
-        """Reads an array block by block; after each yields its bytes. Raises Damaged."""
+        """Reads an array block by block; after each, yields its size in bytes. Raises Damaged."""
         info = self.catalog[name]
         for block in info.blocks:
             self._read(block, info.dtype)
             yield math.prod(block.shape) * info.dtype.itemsize
 
     def _read(self, block: Block, dtype: np.dtype, regions: Sequence[Region] = ()) -> None:
-        """Reads a block and checks it. Its values that lie in `regions` go there piece by piece,
-        while a cache holds them, or are read into their place at once."""
+        """Reads a block and checks it. Its values that lie in `regions` are copied there piece by
+        piece, while a cache holds them, or read right into their place."""
         digest, offset = 0, block.offset
         memory = np.empty(min(_AT_A_TIME_BYTES, math.prod(block.shape) * dtype.itemsize), np.uint8)
         for start, shape in _cuts(block.start, block.shape, _AT_A_TIME_BYTES // dtype.itemsize):
@@ -261,7 +261,7 @@ def _touching(blocks: Sequence[Block], regions: Sequence[Region]) -> Iterable[Bl
 def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], region: Region
 ) -> tuple[tuple[slice, ...], np.ndarray]:
-    """Where in a piece it lies, and the part of the region's target."""
+    """Where in a piece its overlap with a region lies, and that part of the region's target."""
     source, target = [], []
     for a, n, b, m in zip(start, shape, region.start, region.target.shape):
         first, last = max(a, b), min(a + n, b + m)
@@ -272,5 +272,5 @@ def _overlap(
 
 
 def _fits(target: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether a piece can be read into its place as it lies in the file."""
+    """Whether a piece can be read right into its place, as it lies in the file."""
     return target.shape == shape and target.flags.c_contiguous

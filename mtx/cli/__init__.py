@@ -1,6 +1,6 @@
-"""The command line: `mtx COMMAND`, one module a command.
+"""The command line: `mtx COMMAND`, one module per command.
 
-JAX is imported by the commands that compute, and when they do.
+Only the commands that compute import JAX, and only once they start computing.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class CompletionOptions:
 
 @command("mtx completion SHELL", CompletionOptions)
 def completion_command(line: Line[CompletionOptions]) -> None:
-    """Print what makes bash or zsh complete mtx: commands, options and their values.
+    """Print a script that makes bash or zsh complete mtx's commands, options and their values.
 
-    SHELL is bash or zsh. For good: mtx completion bash >
-    ~/.local/share/bash-completion/completions/mtx, or, into a folder of zsh's fpath,
-    mtx completion zsh > _mtx. For this shell alone: eval "$(mtx completion bash)".
+    SHELL is bash or zsh. To install it: mtx completion bash >
+    ~/.local/share/bash-completion/completions/mtx, or, in a folder of zsh's fpath,
+    mtx completion zsh > _mtx. For the current shell only: eval "$(mtx completion bash)".
     """
     print(completion_script(line.names[0], with_actions()))
 
@@ -79,22 +79,22 @@ COMMANDS: dict[str, Command] = {
 
 
 def with_actions() -> dict[str, Command]:
-    """Every command, and as "data build" every action of one."""
+    """All commands, and their actions under names such as "data build"."""
     below = {f"data {name}": action for name, action in DATA_ACTIONS.items()}
     below |= {f"checkpoint {name}": action for name, action in CHECKPOINT_ACTIONS.items()}
     return COMMANDS | below
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status: 0, 2 for a user's mistake, 130 when interrupted."""
+    """Run one command; returns its exit status: 0, 2 for a user's mistake, 130 if interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    gc.set_threshold(100_000, 20, 100)  # traced programs are many objects that stay
+    gc.set_threshold(100_000, 20, 100)  # tracing makes many long-lived objects
     return exit_status(lambda: _dispatch(arguments))
 
 
 def _dispatch(arguments: list[str]) -> int | None:
     name, *rest = arguments or ["help"]
-    if name == "help" and rest:  # of a command, or of an action: mtx help data build
+    if name == "help" and rest:  # help on a command or an action: mtx help data build
         name, rest = rest[0], [*rest[1:], "--help"]
     if name in ("help", "-h", "--help"):
         print(_overview())
@@ -113,8 +113,9 @@ def _dispatch(arguments: list[str]) -> int | None:
 
 
 def _check_paths(arguments: Sequence[str]) -> None:
-    """Refuses addresses such as gs://bucket/run, and names that no file can have, wherever they
-    stand: no option takes one that is not a text, an address of its own, or for another program."""
+    """Refuse addresses such as gs://bucket/run, and names that no file can have, anywhere on the
+    line: only options that take text or an address, and another program's arguments, may be such.
+    """
     option = ""
     for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
         if argument.startswith("--"):
@@ -126,7 +127,7 @@ def _check_paths(arguments: Sequence[str]) -> None:
 
 
 def _version() -> str:
-    """With what decides most of what a run does: a report of a fault begins with it."""
+    """The versions that decide most of what a run does: a bug report begins with them."""
     return f"mtx {__version__}, jax {metadata.version('jax')}, Python {platform.python_version()}"
 
 

@@ -22,8 +22,8 @@ from mtx.presets import preset
 from mtx.sizes import Seed, Sequences
 
 _FLAGS = (
-    # Each program runs a few times: to optimise it costs more than it gives, and so do new fusion
-    # emitters of jax 0.10.
+    # Each program runs only a few times: optimising it costs more than it saves, and so do the new
+    # fusion emitters of jax 0.10.
     "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )  # fmt: skip
@@ -31,28 +31,28 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyOptions:
-    cases: Annotated[int, Between(0, 100_000)] = 20  # compared with one device
-    seed: Seed = 0  # of random layouts and features, initial values and dropout
-    devices: Annotated[int, Between(2, 64)] = 8  # virtual CPU devices, at most, of a case
-    mutants: Flag = False  # show that it can fail: known mistakes, and by what each is caught
-    json: Flag = False  # the certificate as JSON, instead of a table
-    out: File = None  # a file for the certificate, as JSON
-    global_batch: Sequences = 16  # sequences a step, over all replicas
+    cases: Annotated[int, Between(0, 100_000)] = 20  # number of cases to compare with one device
+    seed: Seed = 0  # seed for random layouts and features, initial values and dropout
+    devices: Annotated[int, Between(2, 64)] = 8  # the most virtual CPU devices per case
+    mutants: Flag = False  # show that certify can fail: known mistakes, and what catches each
+    json: Flag = False  # print the certificate as JSON instead of a table
+    out: File = None  # write the certificate to this file, as JSON
+    global_batch: Sequences = 16  # sequences per step, over all replicas
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 def certify_command(arguments: list[str]) -> int:
-    """Show that a run computes on its layout what one device would.
+    """Show that a run on its layout computes what a single device would.
 
-    PRESET or PLAN is a run, options replace its fields; miniature where none is named. Random
-    layouts, schedules and features of it, shrunk, run on virtual CPU devices against one unsharded
-    device: losses, gradients, norm, and the state after five steps. The equations of the full-size
-    step are walked without running: along each axis of the mesh a value is the same, a shard, or an
-    unsummed partial, and sums over the wrong axes are found at any size. Prints what was not
-    covered, too. Exit status: 0 no difference, 1 a difference, of which the smallest case found is
-    named, 2 a mistake in what was asked for.
+    PRESET or PLAN names a run (miniature if neither is given); options replace its fields. Random
+    layouts, schedules and features of the run, shrunk, run on virtual CPU devices and are compared
+    with one unsharded device: losses, gradients, norm, and the state after five steps. The
+    equations of the full-size step are walked without being run: along each mesh axis a value is
+    the same, a shard, or an unsummed partial, so sums over the wrong axes are found at any size.
+    Also prints what was not covered. Exit status: 0 no difference, 1 a difference (the smallest
+    case found is named), 2 a user's mistake.
     """
     run = _named(*split_names(arguments)[0][:1])
     parts = {name: getattr(run, name) for name in ("model", "layout", "optimizer", "global_batch")}
@@ -61,10 +61,9 @@ def certify_command(arguments: list[str]) -> int:
     run = replace(run, seed=options.seed, **{name: getattr(options, name) for name in parts})
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
-    # Nobody reads which line of a file made an op: a tenth of what compiling takes.
+    # Nobody reads which source line made an op; recording it takes a tenth of the compile time.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-    # A device may wait at more than one collective at once (`mtx.certify.channels`), in a thread
-    # each.
+    # A device may wait at several collectives at once (`mtx.certify.channels`), each in a thread.
     os.environ.setdefault("NPROC", str(3 * options.devices + usable_cores()))
     start_devices(options.devices)
     make = _mutants if options.mutants else _certificate
@@ -80,7 +79,7 @@ def _named(name: str = "miniature") -> RunConfig:
     return load_run(name) if is_plan_file(name) else preset(name)
 
 
-Made = tuple[bool, dict, list[str]]  # whether it holds; for programs; for people
+Made = tuple[bool, dict, list[str]]  # (whether it holds, numbers for programs, lines for people)
 
 
 def _certificate(run: RunConfig, options: CertifyOptions, report: Callable) -> Made:
@@ -97,8 +96,8 @@ def _certificate(run: RunConfig, options: CertifyOptions, report: Callable) -> M
 
 @contextmanager
 def _named_if_aborted() -> Iterator[Callable[[Any], None]]:
-    """Takes the cases that begin: where XLA's runtime ends the process, which no exception tells,
-    the last line names the one that ran."""
+    """Yields a function to call with each case that begins. If XLA's runtime ends the process,
+    which raises no exception, the last line of stderr names the case that was running."""
     running: list[Any] = [None]
 
     def say_which() -> None:

@@ -1,4 +1,4 @@
-"""`mtx checkpoint`: what a run's checkpoints hold, whether they are sound, and what others read."""
+"""`mtx checkpoint`: list, inspect, verify and export the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def _checkpoints(line: Line) -> Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    json: Flag = False  # the same as JSON
+    json: Flag = False  # print the list as JSON
 
 
 @command("mtx checkpoint list RUN_DIR", ListOptions)
 def list_action(line: Line[ListOptions]) -> None:
-    """The steps that are saved: when, how large, complete or damaged.
+    """List the saved steps: when, how large, complete or damaged.
 
-    Checks the small files and that the large ones are there; `verify` reads these as well.
+    Checks the small files and that the large ones exist; `verify` reads the large ones as well.
     """
     checkpoints, options = _checkpoints(line), line.options
     rows = [_row(checkpoints, step) for step in checkpoints.steps()]
@@ -88,23 +88,23 @@ def _row(checkpoints: Checkpoints, step: int) -> dict:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    step: Interval | None = None  # the newest where not given
-    json: Flag = False  # the same as JSON
+    step: Interval | None = None  # the checkpoint's step; by default the newest
+    json: Flag = False  # print the result as JSON
 
 
 @command("mtx checkpoint inspect RUN_DIR", InspectOptions)
 def inspect_action(line: Line[InspectOptions]) -> None:
-    """What one holds: its config, tokenizer, held-out loss, and every array.
+    """Show what a checkpoint holds: its config, tokenizer, held-out loss, and every array.
 
-    Of an array: the shape without padding, its dtype, bytes and fingerprint, which is the same
-    whatever the layout it was saved on. Layers are stacked in model order.
+    For each array: its shape without padding, dtype, bytes, and a fingerprint that is the same
+    whatever layout the array was saved on. Layers are stacked in model order.
     """
     checkpoints, options = _checkpoints(line), line.options
     from mtx.config import to_dict
 
     manifest = checkpoints.manifest(options.step)
     run, extra = checkpoints.run(options.step), checkpoints.extra(options.step)
-    tokenizer = {"kind": "none"}  # of a model that was converted without one
+    tokenizer = {"kind": "none"}  # a model that was converted without a tokenizer
     if checkpoints.document("tokenizer", options.step) != tokenizer:
         known = checkpoints.tokenizer(options.step)
         tokenizer = {"kind": known.kind, "vocab": known.vocab}
@@ -164,15 +164,15 @@ def _inspected(numbers: dict, run: RunConfig, directory: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    step: Interval | None = None  # all where not given
-    json: Flag = False  # the same as JSON
+    step: Interval | None = None  # the checkpoint's step; by default all checkpoints
+    json: Flag = False  # print the result as JSON
 
 
 @command("mtx checkpoint verify RUN_DIR", VerifyOptions)
 def verify_action(line: Line[VerifyOptions]) -> int:
-    """Read everything and compare it with its checksums; exit status 1 when damaged.
+    """Read everything and compare it with its checksums; exit status 1 if damaged.
 
-    Of a damaged checkpoint every file and every array that is not what was written is named.
+    For a damaged checkpoint, names every file and every array that is not what was written.
     """
     checkpoints, options = _checkpoints(line), line.options
     steps = checkpoints.steps() if options.step is None else [options.step]
@@ -197,7 +197,7 @@ def verify_action(line: Line[VerifyOptions]) -> int:
 
 
 def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
-    """All that is damaged in one checkpoint: at most one place of each array."""
+    """Everything that is damaged in one checkpoint: at most one place per array."""
     from mtx.checkpoint.store import Damaged, Store
 
     damages = []
@@ -236,23 +236,23 @@ def _damages(checkpoints: Checkpoints, step: int) -> list[Damaged]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    out: str = ""  # the folder to make
-    step: Interval | None = None  # the newest where not given
+    out: str = ""  # the folder to create
+    step: Interval | None = None  # the checkpoint's step; by default the newest
     # orbax: a folder that plain Orbax reads
     format: Literal["safetensors", "orbax"] = "safetensors"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
-    optimizer: Flag = False  # its state as well, in float32
-    json: Flag = False  # what was written, as JSON
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of the exported parameters
+    optimizer: Flag = False  # export the optimizer's state as well, in float32
+    json: Flag = False  # print what was written as JSON
 
 
 @command("mtx checkpoint export RUN_DIR --out FOLDER", ExportOptions)
 def export_action(line: Line[ExportOptions]) -> None:
-    """Write the parameters, or all of the state, as safetensors or for Orbax alone.
+    """Write the parameters, or the whole state, as safetensors or for plain Orbax.
 
-    Names, shapes and the order of layers are the checkpoint's own, as `inspect` shows them; with
-    run.json and tokenizer.json beside it. --format orbax makes a folder that Orbax's
-    StandardCheckpointer().restore reads, without mtx. For Hugging Face's names and shapes: mtx
-    convert.
+    Names, shapes and the order of layers are the checkpoint's own, as `inspect` shows them;
+    run.json and tokenizer.json are written next to them. --format orbax makes a folder that
+    Orbax's StandardCheckpointer().restore reads without mtx. For Hugging Face's names and shapes,
+    use mtx convert.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     options, out = line.options, line.options.out

@@ -1,7 +1,7 @@
-"""Scripts that complete commands, names, options and their values in a shell.
+"""Shell scripts that complete commands, names, options and their values.
 
-They carry one table of all options, read from the commands themselves when a script is made:
-completing starts no Python.
+A script carries one table of all options, read from the commands themselves when the script is
+made, so that completion starts no Python.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from mtx.cli.options import Command, families, help_of, summary, with_family
 from mtx.config import ModelConfig, RunConfig
 from mtx.errors import unknown_name
 
-_FILES = "@files"  # in a row's values: the names of files and folders
+_FILES = "@files"  # in a row's values: stands for the names of files and folders
 
 
 class Row(NamedTuple):
-    """What may stand where: a line of the table, its parts joined by |"""
+    """A line of the table, its fields joined by |: one thing that may be typed."""
 
-    command: str  # "data build"; "" of mtx itself
-    flag: str  # --out; "" for the names before all options, :NAME for a command below this one
-    takes: str  # "": nothing, it is a switch; "1" value, or "many"
-    values: str  # known ones, and _FILES
+    command: str  # "data build"; "" for mtx itself
+    flag: str  # --out; "" for the names before all options, :NAME for a subcommand
+    takes: str  # how many values: "" (a switch), "1" or "many"
+    values: str  # the known values, and _FILES
     about: str
 
 
 def completion_script(shell: str, commands: Mapping[str, Command]) -> str:
-    """What makes `shell` complete mtx. commands: "train", "data", "data build", ..."""
+    """The script that makes `shell` complete mtx. commands: "train", "data", "data build", ..."""
     if shell not in _SCRIPTS:
         raise unknown_name("shell", shell, _SCRIPTS)
     table = "\n".join("|".join(row) for row in rows(commands))
@@ -50,7 +50,7 @@ def rows(commands: Mapping[str, Command]) -> Iterator[Row]:
         above, _, name = command.rpartition(" ")
         yield Row(above, f":{name}", "", "", summary(run))
         if has_actions(command, commands):
-            continue  # which have the options
+            continue  # its actions have the options
         yield Row(command, "", "many", " ".join(_names(command)), "")
         default = help_of(run).default
         yield from (_row(command, option) for option in of_all_families(default))
@@ -66,7 +66,7 @@ class _Model:
 
 @lru_cache(maxsize=64)  # tyro reads each config's source again every time
 def of_all_families(default: object) -> tuple[Option, ...]:
-    """The options of a command, with those that only other families of models have."""
+    """The options of a command, including those that only other families of models have."""
     found = {option.flags: option for option in options_of(default)}
     for name in families() if ("--model.family",) in found else ():
         for option in _of_family(name):
@@ -76,7 +76,7 @@ def of_all_families(default: object) -> tuple[Option, ...]:
     return tuple(sorted(found.values(), key=lambda option: sections.index(option.section)))
 
 
-@cache  # of many commands
+@cache  # shared by many commands
 def _of_family(name: str) -> list[Option]:
     return options_of(_Model(model=with_family(RunConfig(), name).model))
 
@@ -88,7 +88,7 @@ def _row(command: str, option: Option) -> Row:
 
 
 def _values(option: Option) -> list[str]:
-    """What an option takes: known words, choices as its form lists them, or files for a text."""
+    """The values to offer for an option: known words, choices that its form lists, or files."""
     field, form = option.flags[0].rpartition(".")[2].lstrip("-"), option.form
     if field == "family":
         return families()
@@ -106,7 +106,7 @@ def _values(option: Option) -> list[str]:
 
 
 def _names(command: str) -> list[str]:
-    """What may stand before all options."""
+    """The words to offer before all options."""
     from mtx.presets import NAMES
 
     if command in ("train", "plan"):
@@ -124,10 +124,10 @@ def _schedules() -> tuple[str, ...]:
     return tuple(MAKERS)
 
 
-# In awk, which every system has: it walks over the words up to the cursor, to the command, its last
-# option, and how many words come after that; and then over the table, for what may follow: a line
-# each, with a tab and its description. The `--` of mtx launch begins anew; bash cuts --option=value
-# into three words.
+# In awk, which every system has. It scans the words up to the cursor for the command, its last
+# option, and the number of words after that; then it scans the table for what may follow, and
+# prints each on a line, with a tab and its description. The `--` of mtx launch starts over; bash
+# splits --option=value into three words.
 _FOLLOWING = r"""_mtx_following() {
     awk '
     function option(word) { sub(/=.*/, "", word); gsub(/_/, "-", word); return word }

@@ -22,28 +22,28 @@ _DATA = part(DataConfig, "tokenizer")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    # what the logits are compared with: transformers, where it is installed and memory has room, or
+    # what to compare the logits with: transformers, if it is installed and memory has room, or
     # ours: our own model with the parameters of SOURCE and with those of TARGET
     check: Literal["auto", "transformers", "ours", "none"] = "auto"
-    step: Interval | None = None  # to Hugging Face: of the checkpoint; else the newest
-    # to Hugging Face: of the tensors; auto: what they were where nothing was trained since
+    step: Interval | None = None  # to Hugging Face: the checkpoint's step; by default the newest
+    # to Hugging Face: dtype of the tensors; auto: the original one if nothing was trained since
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    most_file_gb: float = 5.0  # to Hugging Face: tensors go into files of this size at most
-    json: Flag = False  # what was done, as JSON
+    most_file_gb: float = 5.0  # to Hugging Face: the largest size of a file of tensors
+    json: Flag = False  # print what was done as JSON
     model: object = field(default_factory=_MODEL)
     data: object = field(default_factory=_DATA)
 
 
 @command("mtx convert SOURCE TARGET", ConvertOptions)
 def convert_command(line: Line[ConvertOptions]) -> None:
-    """Convert a model from Hugging Face's format, and back.
+    """Convert a model from Hugging Face's format, or back to it.
 
     The families are BERT, Gemma 2, GPT-2, Llama, Mistral, Qwen2 and Qwen3. SOURCE is a Hugging Face
     directory (config.json and safetensors) and TARGET a run directory that mtx train, evaluate and
     generate take as --out; or the other way round. From Hugging Face, --model.sequence (with rotary
-    positions), --model.compute-dtype and --data.tokenizer are the source's own where they are not
-    given. Nothing appears under TARGET before it is whole and its logits have been compared with
-    those of SOURCE.
+    positions), --model.compute-dtype and --data.tokenizer default to the source's own. Nothing
+    appears under TARGET until it is complete and its logits have been compared with those of
+    SOURCE.
     """
     options, (source, target) = line.options, line.names
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes next to nothing

@@ -1,4 +1,4 @@
-"""`mtx data`: text files to indexed datasets, and what can be done with these."""
+"""`mtx data`: build indexed datasets from text files, and work with them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from mtx.data.indexed import IndexedDataset
     from mtx.data.split import Foreseen
 
-_Samples = Annotated[int, Between(1, 2**28)]  # a dozen bytes each, while they are placed
+_Samples = Annotated[int, Between(1, 2**28)]  # each takes a dozen bytes while they are placed
 
 
 def data_command(arguments: list[str]) -> None:
-    """Make, look at, join and cut indexed datasets (.bin and .idx) from text files.
+    """Build indexed datasets (.bin and .idx) from text files; inspect, merge and split them.
 
     build FILE... --out PREFIX, inspect PREFIX, merge PREFIX... --out PREFIX, split PREFIX,
     index PREFIX..., neighbours PREFIX, tokenizer FILE... --out tokenizer.json; mtx data ACTION
@@ -38,15 +38,15 @@ def data_command(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    out: str = ""  # what the names begin with: OUT_text_document.bin, .idx and .json
-    tokenizer: str = "bytes"  # or a tokenizer.json, vocab.json, SentencePiece .model, or folder
+    out: str = ""  # prefix of the files: OUT_text_document.bin, .idx and .json
+    tokenizer: str = "bytes"  # bytes, a tokenizer.json, vocab.json, SentencePiece .model, or folder
     eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
-    level: Literal["document", "sentence"] = "document"  # sentence: for BERT
-    field: str = "text"  # of JSON lines and Parquet
-    lines: Flag = False  # a line of a text file is a document, instead of the file
-    max_line_mib: Annotated[int, Between(1, 2**10)] = 64  # of lines
-    processes: Processes | None = None  # one for each CPU where not given
-    json: Flag = False  # what was written, as JSON
+    level: Literal["document", "sentence"] = "document"  # what a sequence is; sentence: for BERT
+    field: str = "text"  # field of JSON lines and Parquet that holds the text
+    lines: Flag = False  # each line of a text file is a document, instead of the whole file
+    max_line_mib: Annotated[int, Between(1, 2**10)] = 64  # the longest line allowed, in MiB
+    processes: Processes | None = None  # number of processes; by default one per CPU
+    json: Flag = False  # print what was written as JSON
 
 
 @command("mtx data build FILE... --out PREFIX", BuildOptions)
@@ -54,7 +54,7 @@ def build_action(line: Line[BuildOptions]) -> None:
     """Tokenize text files, JSON lines (also .gz, .zst) and Parquet into a dataset.
 
     FILE... are files and folders: .txt, .md, .rst, .jsonl, .json, .parquet. Nothing appears under
-    the dataset's name before all of it is written.
+    the dataset's name until all of it is written.
     """
     options = line.options
     from mtx.data.build import Recipe, build_dataset
@@ -105,7 +105,7 @@ def _print_built(built: Built, split: Foreseen, elapsed_s: float, as_json: bool)
 
 
 def _split_text(split: Foreseen) -> str:
-    """What a run makes of the dataset, where it says nothing of data.split."""
+    """How a run splits the dataset if it does not set data.split."""
     held_out = f"{split.tokens:,} tokens to train on, {split.held_out_tokens:,} held out"
     if split.by == "tokens":
         return f"{held_out}: the end of each document, as whole ones are too few"
@@ -120,16 +120,16 @@ def _split_text(split: Foreseen) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    document: int | None = None  # print the tokens of this one, from 0
-    tokenizer: str | None = None  # check that this one made the dataset
-    eod: str = "auto"  # of that tokenizer
-    vocab: Vocab | None = None  # check that every token is below it
-    json: Flag = False  # the same as JSON
+    document: int | None = None  # print the tokens of this document, counted from 0
+    tokenizer: str | None = None  # check that this tokenizer made the dataset
+    eod: str = "auto"  # the end-of-document token of that tokenizer
+    vocab: Vocab | None = None  # check that every token is below this number
+    json: Flag = False  # print the result as JSON
 
 
 @command("mtx data inspect PREFIX", InspectOptions)
 def inspect_action(line: Line[InspectOptions]) -> None:
-    """Check a dataset, and say what it holds.
+    """Check a dataset, and show what it holds.
 
     Every offset of the index is checked; with --vocab, every token as well.
     """
@@ -190,14 +190,14 @@ def _dataset_numbers(dataset: IndexedDataset) -> dict:
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
     out: str = ""  # the prefix to write
-    json: Flag = False  # what was written, as JSON
+    json: Flag = False  # print what was written as JSON
 
 
 @command("mtx data merge PREFIX... --out PREFIX", MergeOptions)
 def merge_action(line: Line[MergeOptions]) -> None:
-    """Join datasets of one type and tokenizer, in the order that they are named.
+    """Join datasets of one type and tokenizer, in the order in which they are named.
 
-    PREFIX... are datasets; documents stay whole and in their order.
+    PREFIX... are datasets; documents stay whole and in order.
     """
     from mtx.data.merge import merge_datasets
 
@@ -206,17 +206,17 @@ def merge_action(line: Line[MergeOptions]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    ratios: str = "969,30,1"  # of train, valid and test
-    by: SplitBy = "auto"  # documents, or tokens of each; auto: tokens where documents are too few
-    out: str | None = None  # what the names begin with: OUT_train, ...; PREFIX where not given
-    json: Flag = False  # what was written, as JSON
+    ratios: str = "969,30,1"  # ratios of train, valid and test
+    by: SplitBy = "auto"  # cut documents, or tokens of each; auto: tokens if documents are too few
+    out: str | None = None  # prefix of the files: OUT_train, ...; by default PREFIX
+    json: Flag = False  # print what was written as JSON
 
 
 @command("mtx data split PREFIX", SplitOptions)
 def split_action(line: Line[SplitOptions]) -> None:
-    """Cut a dataset's documents, in their order, into train, valid and test.
+    """Split a dataset's documents, in order, into train, valid and test.
 
-    Training cuts by itself (--data.split); this is for parts that are to be files.
+    Training splits a dataset by itself (--data.split); use this to get the parts as files.
     """
     options, (prefix,) = line.options, line.names
     from mtx.data.indexed import strip_suffix
@@ -232,9 +232,9 @@ def split_action(line: Line[SplitOptions]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
-    samples: _Samples | None = None  # of a blend by weights: the run's steps times global_batch
-    eval_samples: _Samples | None = None  # of one as well: its eval_batches times global_batch
-    json: Flag = False  # how many samples there are, as JSON
+    samples: _Samples | None = None  # for a blend by weights: the run's steps times global_batch
+    eval_samples: _Samples | None = None  # likewise: the run's eval_batches times global_batch
+    json: Flag = False  # print the number of samples as JSON
     model: object = field(default_factory=part(ModelConfig, "sequence"))
     data: object = field(default_factory=part(DataConfig, "split", "split_by", "seed", "cache"))
 
@@ -243,9 +243,9 @@ class IndexOptions:
 def index_action(line: Line[IndexOptions]) -> None:
     """Build the sample indices of a run before it starts.
 
-    PREFIX... are what the run names as data.path: one dataset, several, or weights and datasets in
-    turns; --model.sequence and --data... are the run's. Processes that start with the same values
-    then find the indices in the cache.
+    PREFIX... is the run's data.path: one dataset, several, or alternating weights and datasets;
+    --model.sequence and --data... are the run's own. Processes that start with the same values then
+    find the indices in the cache.
     """
     options, data = line.options, DataConfig(**line.changes("data"))
     sequence = line.changes("model").get("sequence")
@@ -282,17 +282,17 @@ def index_action(line: Line[IndexOptions]) -> None:
 class TokenizerOptions:
     out: str = ""  # the tokenizer.json to write
     kind: Literal["bpe", "wordpiece"] = "bpe"  # wordpiece: lower-case, with BERT's special tokens
-    vocab: TrainedVocab = 32_000  # tokens, with 256 bytes and the end of document
+    vocab: TrainedVocab = 32_000  # number of tokens, including 256 bytes and the end of document
     end: str = "<|endoftext|>"  # bpe: how the end-of-document token is spelled
-    field: str = "text"  # of JSON lines and Parquet
-    lines: Flag = False  # a line of a text file is a document, instead of the file
-    max_mb: Annotated[int, Between(1, 2**20)] | None = None  # read so many MB of text, and no more
-    json: Flag = False  # what was written, as JSON
+    field: str = "text"  # field of JSON lines and Parquet that holds the text
+    lines: Flag = False  # each line of a text file is a document, instead of the whole file
+    max_mb: Annotated[int, Between(1, 2**20)] | None = None  # read at most this many MB of text
+    json: Flag = False  # print what was written as JSON
 
 
 @command("mtx data tokenizer FILE... --out tokenizer.json", TokenizerOptions)
 def tokenizer_action(line: Line[TokenizerOptions]) -> None:
-    """Train a byte-level BPE, or a WordPiece, on text, as a tokenizer.json.
+    """Train a byte-level BPE or WordPiece tokenizer on text, and write its tokenizer.json.
 
     FILE... are files and folders as for build. The same text gives the same file.
     """
@@ -306,7 +306,7 @@ def tokenizer_action(line: Line[TokenizerOptions]) -> None:
     start = time.perf_counter()
     most_bytes = options.max_mb and options.max_mb * 10**6
 
-    class Texts:  # read anew each time they are gone through
+    class Texts:  # read anew by each iteration
         def __iter__(self):
             return read_texts(list(line.names), reading, cuts=BETWEEN_WORDS, most_bytes=most_bytes)
 

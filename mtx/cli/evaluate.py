@@ -30,20 +30,20 @@ _Batch = Annotated[int, Between(0, 2**24)]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    # mlm: masked tokens; classes: of mtx finetune
+    # what to measure; mlm: masked tokens; classes: for a model of mtx finetune
     task: Literal["perplexity", "lambada", "race", "mlm", "classes"] = "perplexity"
     path: tuple[str, ...] = ()  # text files; lambada, race, classes: files or folders of JSON
-    json: Flag = False  # the results as JSON, instead of a table
-    out: File = None  # a file for the results, as JSON
-    step: Interval | None = None  # of the checkpoint; the newest where not given
+    json: Flag = False  # print the results as JSON instead of a table
+    out: File = None  # write the results to this file, as JSON
+    step: Interval | None = None  # the checkpoint's step; by default the newest
     batch: _Batch = 0  # sequences at a time; 0: about as many as in training, at least 16
-    stride: Tokens = 32  # perplexity: tokens from one window to the next; each scores so many
+    stride: Tokens = 32  # perplexity: tokens from one window to the next; each scores as many
     wikitext: Literal["auto", "yes", "no"] = "auto"  # perplexity: detokenise WikiText's words
-    strict: bool = True  # lambada: the whole last word, not the last token alone
-    mask_fraction: float = 0.15  # mlm: of the tokens
-    mask_run: Width = 3  # mlm: words masked together, at most
-    seed: Seed = 0  # mlm: of what is masked
-    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
+    strict: bool = True  # lambada: score the whole last word, not only the last token
+    mask_fraction: float = 0.15  # mlm: fraction of the tokens to mask
+    mask_run: Width = 3  # mlm: the most words masked together
+    seed: Seed = 0  # mlm: seed for what is masked
+    virtual_devices: VirtualDevices = 0  # CPU devices to create, for a machine without GPUs
     model: object = field(default_factory=ComputedIn)
     layout: Layout = field(default_factory=AnyLayout)
 
@@ -52,9 +52,9 @@ class EvaluateOptions:
 def evaluate_command(line: Line[EvaluateOptions]) -> None:
     """Measure a trained model: perplexity, LAMBADA, multiple choice, masked tokens.
 
-    RUN_DIR is the --out of a training run, or of mtx finetune. Its newest checkpoint is read on the
-    layout that --layout... says, whatever the run's was; what is not given of it is the run's own,
-    or a part of that where there are fewer devices.
+    RUN_DIR is the --out of a training run, or of mtx finetune. Its newest checkpoint is loaded
+    onto the layout that --layout... gives, whatever the run's was; layout fields not given are the
+    run's own, reduced if there are fewer devices.
     """
     options = line.options
     _check(options)
@@ -89,7 +89,7 @@ def evaluate_command(line: Line[EvaluateOptions]) -> None:
         write_text(options.out, json.dumps(results, indent=1) + "\n")
 
 
-_OF_TASKS = {  # options that change nothing but what these measure
+_OF_TASKS = {  # options that only one task uses
     "stride": "perplexity", "wikitext": "perplexity", "strict": "lambada", "mask_fraction": "mlm",
     "mask_run": "mlm", "seed": "mlm",
 }  # fmt: skip
@@ -106,7 +106,7 @@ def _check(options: EvaluateOptions) -> None:
 def _trainer(
     run: RunConfig, layout: Layout, options: EvaluateOptions, head: Task | None
 ) -> Trainer:
-    """head: of a fine-tuned model."""
+    """head: the task of a fine-tuned model; None for other models."""
     from mtx.evaluation.score import evaluation_run
     from mtx.step.trainer import Trainer
     from mtx.train.finetune import FinetuneTrainer
@@ -130,7 +130,7 @@ def _trainer(
 def _prepare(
     options: EvaluateOptions, trainer: Any, tokenizer: Tokenizer, report: Report
 ) -> Callable[[TrainState], Any]:
-    """Reads the task's files and checks them; what it returns evaluates a state."""
+    """Read and check the task's files; returns a function that evaluates a state."""
     path, task = options.path, options.task
     if task == "classes" or (task == "race" and trainer.run.model.family == "bert"):
         from mtx.train.examples import encode
@@ -167,7 +167,7 @@ def _prepare(
     )
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _lines(results: dict, trainer: Trainer) -> list[str]:

@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 @command("mtx finetune RUN_DIR --task TASK --train FILE...", FinetuneOptions)
 def finetune_command(line: Line[FinetuneOptions]) -> None:
-    """Teach a BERT to tell classes apart or to choose among answers, or another model to answer.
+    """Fine-tune a BERT to classify or to choose among answers, or another model to chat.
 
     RUN_DIR is the --out of a training run, or a converted model. A BERT gets a new head on its
-    pooled output: for classes, one output for each label; for race, one for each option of a
-    question. chat: the assistant's words are learned, by all of the model or, with
-    --model.lora-rank, by adapters beside it alone. Where they are not given, --optimizer.lr is 2e-5
-    (2e-4 with adapters), --optimizer.weight-decay 0.01, a BERT's --model.dropout 0.1, and the
-    layout the run's own. The model, saved after each epoch, how well it does and how it came about
-    lie in --out.
+    pooled output: for classes, one output per label; for race, one per option of a question. For
+    chat, the assistant's words are learned by the whole model or, with --model.lora-rank, only by
+    adapters added to it. By default --optimizer.lr is 2e-5 (2e-4 with adapters),
+    --optimizer.weight-decay 0.01, a BERT's --model.dropout 0.1, and the layout the run's own.
+    --out gets the model, saved after each epoch, with how well it does and how it was made.
     """
     options, files = line.options, {"train": line.options.train, "valid": line.options.valid}
     _check(line)
@@ -83,7 +82,7 @@ _OF_CHAT = "held_out", "template", "long"
 
 
 def _check(line: Line[FinetuneOptions]) -> None:
-    """UserError for options that change nothing of the task."""
+    """UserError for options that do not apply to the task."""
     options, changes = line.options, line.changes("model")
     if options.task == "chat":
         if "dropout" in changes:
@@ -103,7 +102,7 @@ def _check(line: Line[FinetuneOptions]) -> None:
 def _run(
     line: Line[FinetuneOptions], pretrained: RunConfig, task: Task, examples: int
 ) -> RunConfig:
-    """On the pre-trained run's layout, its microbatches of whole examples, where none is given."""
+    """By default on the pre-trained run's layout, with microbatches of whole examples."""
     import jax
 
     from mtx.plan.fit import fit_layout

@@ -60,7 +60,7 @@ def finetune_chat(line: Line[FinetuneOptions]) -> None:
 
     steps = partial(run_steps, trainer, state, batch_of, epoch_steps=len(train) / run.global_batch)
     before = judge(trainer, state, valid)
-    del state  # which the first step donates
+    del state  # the first step donates it
     with out:
         epochs = by_epochs(steps, judged, save, steps=run.steps, silent=options.json)
     if first:
@@ -77,7 +77,7 @@ def finetune_chat(line: Line[FinetuneOptions]) -> None:
 def _rows(
     options: FinetuneOptions, pretrained: RunConfig, tokenizer: Tokenizer, template: Template
 ) -> tuple[ChatRows, ChatRows, str]:
-    """(to train on, to judge by, what they are)"""
+    """(rows to train on, rows to judge by, a line that describes them)"""
     from mtx.train.chat import hold_out, make_rows, read_conversations
 
     train = read_conversations(options.train)
@@ -120,7 +120,7 @@ def _run(line: Line[FinetuneOptions], pretrained: RunConfig, rows: int) -> RunCo
 
 
 def _copy_companions(checkpoints: Checkpoints, out: Path) -> None:
-    """What came with a converted model: its export has it, too."""
+    """Copy the files that came with a converted model, so that its export has them too."""
     from mtx.conversion.convert import COMPANIONS
 
     source = checkpoints.directory.parent / COMPANIONS

@@ -1,4 +1,4 @@
-"""What all tasks of `mtx finetune` share: options, epochs, and where the result lies."""
+"""What all tasks of `mtx finetune` share: options, epochs, and the folder of the result."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _OPTIMIZER = part(OptimizerConfig, "lr", "weight_decay")
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    # tell classes apart, choose an answer, or answer as an assistant
+    # classify, choose an answer, or answer as an assistant
     task: Literal["classes", "race", "chat"] = "classes"
-    # JSON lines with "text", "text_pair" if any, "label"; RACE's files; chat: with "messages"
+    # JSON lines with "text", "text_pair" if any, "label"; RACE's files; for chat, with "messages"
     train: tuple[str, ...] = ()
     valid: tuple[str, ...] = ()  # the same, to judge the model by after each epoch
-    out: str = "runs/finetuned"  # checkpoint and results
+    out: str = "runs/finetuned"  # folder of the checkpoint and the results
     epochs: Step = 3  # passes over the examples
-    batch: Sequences = 32  # examples a step; chat: rows of conversations
-    warmup_fraction: float = 0.06  # of the steps; then the rate falls linearly to 0
-    seed: Seed = 0  # of the head, the order of the examples, and dropout
-    held_out: float = 0.05  # chat: of the conversations, to judge by where valid is not given
-    # chat: the model's own, where it came with one, or ChatML
+    batch: Sequences = 32  # examples per step; chat: rows of conversations
+    warmup_fraction: float = 0.06  # of the steps, for warm-up; then the rate falls linearly to 0
+    seed: Seed = 0  # seed for the head, the order of the examples, and dropout
+    held_out: float = 0.05  # chat: fraction of the conversations to judge by if valid is not given
+    # chat: the model's own if it came with one, or ChatML
     template: Literal["auto", "chatml"] = "auto"
-    long: Literal["refuse", "skip"] = "refuse"  # chat: conversations that no row can hold
-    step: Interval | None = None  # of the pre-trained checkpoint; the newest where not given
-    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
-    json: Flag = False  # the results as JSON, instead of a line an epoch
+    long: Literal["refuse", "skip"] = "refuse"  # chat: conversations too long for any row
+    step: Interval | None = None  # the pre-trained checkpoint's step; by default the newest
+    virtual_devices: VirtualDevices = 0  # CPU devices to create, for a machine without GPUs
+    json: Flag = False  # print the results as JSON instead of a line per epoch
     model: object = field(default_factory=_MODEL)
     optimizer: object = field(default_factory=_OPTIMIZER)
     layout: Layout = field(default_factory=AnyLayout)
@@ -48,8 +48,9 @@ class FinetuneOptions:
 def by_epochs(
     train: Callable, judge: Callable[[Any], dict], save: Callable, *, steps: int, silent: bool
 ) -> list[dict]:
-    """What was reached after each epoch, by what `judge` says of the state; `save` gets the state
-    and all of these. train: takes on_step and on_epoch, as `mtx.train.finetune.finetune`."""
+    """The results of each epoch: its training loss, and what `judge` returns for the state. `save`
+    gets the state and all results so far. train: takes on_step and on_epoch, as
+    `mtx.train.finetune.finetune` does."""
     import jax
 
     epochs, losses, silent = [], [], silent or jax.process_index() != 0
@@ -77,7 +78,7 @@ def by_epochs(
 
 
 def out_of(name: str) -> Checkpoints:
-    """The checkpoints that are to be made. UserError where there are some."""
+    """The checkpoints to be written. UserError if there are some already."""
     from mtx.checkpoint.checkpoints import Checkpoints
     from mtx.launch.shared import require_shared
 

@@ -31,36 +31,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    prompt: tuple[str, ...] = ()  # one text or several; without one, a new document begins
-    prompt_file: File = None  # one prompt a line; .jsonl: JSON objects with a "prompt"
-    tokens: Tokens = 200  # at most, after each prompt
+    prompt: tuple[str, ...] = ()  # one text or several; without one, a new document is begun
+    prompt_file: File = None  # one prompt per line; .jsonl: JSON objects with a "prompt"
+    tokens: Tokens = 200  # the most tokens to generate after each prompt
     temperature: float = 0.8  # 0: always the most likely token
-    top_k: Interval = 0  # of so many of the most likely tokens; 0: of all
-    top_p: float = 1.0  # of as few of the most likely as have this probability together
-    # what a model of images sees: one for all prompts, or one for each
+    top_k: Interval = 0  # sample from this many of the most likely tokens; 0: from all
+    top_p: float = 1.0  # sample from the fewest, most likely tokens that reach this probability
+    # for a model that reads images: one image for all prompts, or one for each
     image: tuple[str, ...] = ()
-    chat: Flag = False  # a prompt is what a user says, and the text the assistant's answer
-    stop: tuple[str, ...] = ()  # a text ends before any of these strings
-    stop_token: tuple[int, ...] = ()  # or before any of these tokens
-    seed: Seed = 0  # of what is drawn
+    chat: Flag = False  # treat each prompt as a user's message, and generate the assistant's answer
+    stop: tuple[str, ...] = ()  # end a text before any of these strings
+    stop_token: tuple[int, ...] = ()  # end a text before any of these tokens
+    seed: Seed = 0  # seed for sampling
     batch: Sequences = 64  # prompts at a time
-    json: Flag = False  # the texts as JSON lines
-    out: File = None  # a file for the texts, as JSON lines; they are then not printed
-    step: Interval | None = None  # of the checkpoint; the newest where not given
-    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
+    json: Flag = False  # print the texts as JSON lines
+    out: File = None  # write the texts to this file, as JSON lines, instead of printing them
+    step: Interval | None = None  # the checkpoint's step; by default the newest
+    virtual_devices: VirtualDevices = 0  # CPU devices to create, for a machine without GPUs
     model: object = field(default_factory=ComputedIn)
     layout: Layout = field(default_factory=AnyLayout)
 
 
 @command("mtx generate RUN_DIR", GenerateOptions)
 def generate_command(line: Line[GenerateOptions]) -> None:
-    """Let a trained model go on from a text.
+    """Let a trained model continue a text.
 
-    RUN_DIR is the --out of a training run. Its newest checkpoint is read on the layout that
-    --layout... says, whatever the run's was; what is not given of it is the run's own, or a part of
-    that where there are fewer devices. With --chat the model answers, as mtx finetune --task chat
-    has taught it, or by the template that came with it. On a terminal, it says at the end how fast
-    it was.
+    RUN_DIR is the --out of a training run. Its newest checkpoint is loaded onto the layout that
+    --layout... gives, whatever the run's was; layout fields not given are the run's own, reduced if
+    there are fewer devices. With --chat the model answers by the template it learned in mtx
+    finetune --task chat, or by the one that came with it. On a terminal, the speed is printed at
+    the end.
     """
     options, step = line.options, line.options.step
     from mtx.evaluation.sampling import Sampling
@@ -110,7 +110,7 @@ def generate_command(line: Line[GenerateOptions]) -> None:
 def _asked(
     prompts: Sequence[str], checkpoints: Checkpoints, tokenizer: Tokenizer, step: int | None
 ) -> tuple[list[list[int]], tuple[str | int, ...]]:
-    """(the tokens of each prompt as what a user says, what ends an answer)"""
+    """(the tokens of each prompt as a user's message, what ends an answer)"""
     from mtx.data.chat import Message, encode_prompt
     from mtx.train.chat import find_template
 
@@ -159,7 +159,7 @@ def _prompts(options: GenerateOptions) -> Sequence[str]:
 
 @contextlib.contextmanager
 def _progress(*, silent: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar of tokens on stderr, where that is a terminal, and at last a line with their rate."""
+    """A bar of tokens on stderr if that is a terminal, and at the end a line with the rate."""
     if silent or not sys.stderr.isatty():
         yield None
         return
@@ -175,8 +175,8 @@ def _progress(*, silent: bool) -> Iterator[Callable[[Progress], None] | None]:
 
 
 def _rate(marks: Sequence[tuple[float, int]]) -> str:
-    """What the reports' times, in seconds, and tokens say of speed: that of the first ones, which
-    wait for the compiler, apart."""
+    """The speed in words, from each report's (seconds, tokens); the first tokens, which wait for
+    the compiler, are counted separately."""
     said = f"first tokens after {marks[0][0]:.1f} s"
     if len(marks) < 3:
         return said

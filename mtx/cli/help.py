@@ -1,4 +1,4 @@
-"""The options of a command as a table, and the page of --help that is made of it."""
+"""The options of a command as a table, and the --help page made from it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mtx.cli.options import ALIASES, families, is_part, plain_form, spellings
 class Option(NamedTuple):
     """One option: a field, in all its spellings."""
 
-    section: str  # the config that it is of: "layout"; "" of the command or the run itself
+    section: str  # the config it belongs to: "layout"; "" for the command or the run itself
     flags: tuple[str, ...]  # --layout.pipe, --pipe
-    form: str  # INT; "" of a switch
+    form: str  # INT; "" for a switch
     many: bool  # takes several values
     about: str  # one line
-    default: str  # "" where nothing is said of it
+    default: str  # "" if none is shown
 
 
 def options_of(default: object) -> list[Option]:
-    """Every option of a command whose options are `default`, as tyro writes them for a shell."""
+    """All options of a command whose options are `default`, as tyro lists them for a shell."""
     script = io.StringIO()
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
         tyro.cli(type(default), default=default, args=["--tyro-print-completion", "bash"])
@@ -41,7 +41,7 @@ def options_of(default: object) -> list[Option]:
 
 
 def _option(spec: dict, default: object, short: Sequence[tuple[str, str]]) -> Option:
-    """Of one that tyro describes as "FORM \u2022 about (default: 3)", or without a form."""
+    """An option that tyro describes as "FORM \u2022 about (default: 3)", or without a form."""
     section = spec["flags"][-1].lstrip("-").rpartition(".")[0]
     switch = spec["type"] in ("flag", "boolean")
     said = " ".join(spec["description"].split())
@@ -67,7 +67,7 @@ def _config(options: object, section: str) -> object:
 
 
 def help_page(default: object, *, usage: str, about: str) -> str:
-    """What --help shows, as wide as the terminal."""
+    """The page that --help shows, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 120)
     lines = [f"usage: {usage} [OPTIONS]", ""]
     for paragraph in about.split("\n\n"):

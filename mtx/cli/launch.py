@@ -12,14 +12,13 @@ _OWN = ("train", "finetune", "generate", "evaluate")  # commands of mtx that com
 
 
 def launch_command(arguments: list[str]) -> int:
-    """Run a command in many processes of this machine, again after a failure.
+    """Run a command in many processes on this machine, and restart it after a failure.
 
-    mtx launch -n 4 --devices-per-process 2 -- train gpt-1.7b --data 8: what stands after -- is a
-    command of mtx, or any program that reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID.
-    -n is --processes. Where there are no GPUs, each process makes virtual CPU devices. Exit status:
-    0 finished, 2 a mistake in what was asked for, 75 stopped by SIGTERM and 130 by Ctrl-C, 79 no
-    restarts are left.
+    mtx launch -n 4 --devices-per-process 2 -- train gpt-1.7b --data 8: what follows -- is a command
+    of mtx, or any program that reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    -n is --processes. If there are no GPUs, each process creates virtual CPU devices. Exit status:
+    0 finished, 2 a user's mistake, 75 stopped by SIGTERM and 130 by Ctrl-C, 79 no restarts are
+    left.
     """
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own = ["--processes" if argument == "-n" else argument for argument in arguments[:place]]

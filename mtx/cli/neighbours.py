@@ -1,4 +1,4 @@
-"""`mtx data neighbours`: which chunks of a dataset are like which, for a RETRO."""
+"""`mtx data neighbours`: which chunks of a dataset are alike, for a RETRO."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NeighboursOptions:
-    chunk: Tokens = 64  # tokens for which neighbours are found
-    neighbours: Annotated[int, Between(1, 2**10)] = 2  # of each chunk, the likest first
-    split: str = DataConfig.split  # they are of the documents to train on, of the run's data.split
-    embedding: str = "hashed"  # by runs of tokens; or the RUN_DIR of a BERT, by its output
-    step: Step | None = None  # of the BERT's checkpoint; the newest where not given
-    tokenizer: str = "bytes"  # that made the dataset, to give the BERT its text
-    index: str = "Flat"  # exact; or another that faiss's index_factory reads, such as IVF4096,Flat
-    virtual_devices: VirtualDevices = 0  # so many CPU devices; 0: this machine's own
-    json: Flag = False  # what was found, as JSON
+    chunk: Tokens = 64  # tokens per chunk
+    neighbours: Annotated[int, Between(1, 2**10)] = 2  # per chunk, the most similar first
+    split: str = DataConfig.split  # the run's data.split; neighbours are of its training documents
+    embedding: str = "hashed"  # hashed: by runs of tokens; or the RUN_DIR of a BERT: by its output
+    step: Step | None = None  # the step of the BERT's checkpoint; by default the newest
+    tokenizer: str = "bytes"  # the one that made the dataset, to give the BERT its text
+    index: str = "Flat"  # Flat is exact; or another index for faiss's index_factory: IVF4096,Flat
+    virtual_devices: VirtualDevices = 0  # CPU devices to create; 0: use this machine's own
+    json: Flag = False  # print what was found as JSON
 
 
 @command("mtx data neighbours PREFIX", NeighboursOptions)
 def neighbours_action(line: Line[NeighboursOptions]) -> None:
-    """Find the chunks of other documents that each chunk of a dataset is like.
+    """Find for each chunk of a dataset the chunks of other documents that are most like it.
 
-    Written to PREFIX.neighbours.npy and .json, which training with --model.family retro reads.
+    Writes PREFIX.neighbours.npy and .json, which training with --model.family retro reads.
     Documents are cut into chunks from their beginning. Needs faiss: pip install 'mtx[retro]'.
     """
     options, start = line.options, time.perf_counter()

@@ -1,4 +1,4 @@
-"""A trained run that a command reads, and what its options change of it."""
+"""A trained run that a command reads, with the changes that its options make."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from mtx.cli.options import Line, part
 from mtx.config import Layout, ModelConfig, RunConfig
 
-ComputedIn = part(ModelConfig, "compute_dtype", "fp8")  # its checkpoints hold float32
+ComputedIn = part(ModelConfig, "compute_dtype", "fp8")  # checkpoints hold float32
 AnyLayout = part(Layout)
 
 
 def changed(run: RunConfig, line: Line[Any], devices: int) -> tuple[RunConfig, Layout]:
-    """`run` with the fields of its model that are given, and the layout to read it on: its own, or
-    a part of that where there are fewer devices, with the fields that are given."""
+    """(`run` with the given fields of its model, the layout to read it on). The layout is the run's
+    own, reduced if there are fewer devices, with the fields that are given."""
     from mtx.plan.fit import fit_layout
 
     layout = fit_layout(run.layout, devices, line.changes("layout"))

@@ -1,7 +1,7 @@
 """Command lines from dataclasses: an option is a field, by its path: `--layout.pipe 4`.
 
-What every command shares stands here: short aliases, families of models, options that contradict
-each other, and errors of one line.
+All commands share what is here: short aliases, families of models, options that contradict each
+other, and one-line errors.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LAYOUT = "pipe", "tensor", "data", "context", "virtual", "microbatch", "zero", 
 _MODEL = "layers", "hidden", "heads", "sequence"
 ALIASES = {name: f"layout.{name}" for name in _LAYOUT} | {name: f"model.{name}" for name in _MODEL}
 ALIASES |= {f"lora.{name}": f"model.lora-{name}" for name in ("rank", "alpha", "on")}
-ALIASES |= {"dtype": "model.compute-dtype"}  # where a command has no dtype of its own
+ALIASES |= {"dtype": "model.compute-dtype"}  # if a command has no dtype of its own
 # Spellings of earlier versions whose last part has changed.
 _RETIRED = {"stages": "layout.pipe", "precision": "model.compute-dtype"}
-_NAMED = {  # what stands before all options, as a usage writes it
+_NAMED = {  # the names before all options, as usages spell them
     "RUN_DIR": "the folder of a training run (its --out)", "FILE": "the files to read",
     "PREFIX": "the prefix of a dataset", "SHELL": "the shell, bash or zsh",
     "SOURCE": "a folder to read", "TARGET": "a folder to make",
@@ -49,9 +49,9 @@ _NAMED = {  # what stands before all options, as a usage writes it
 
 @functools.cache
 def part(kind: type, *names: str, **types: Any) -> type:
-    """A dataclass of the fields `names` of the config `kind` (none: all), which are checked each by
-    itself and not together: for a command that asks for some fields of a run that is there already,
-    and reads only those that are given. types: of fields that the command takes more widely."""
+    """A dataclass of the fields `names` of the config `kind` (none: all), which are checked one by
+    one but not together: for a command that takes some fields of an existing run, and reads only
+    those that are given. types: for fields of which the command takes other values than `kind`."""
     hints = typing.get_type_hints(kind, include_extras=True) | types
     each = {field.name: field for field in dataclasses.fields(kind)}
     fields = [
@@ -63,8 +63,8 @@ def part(kind: type, *names: str, **types: Any) -> type:
         kind.__name__, fields, bases=() if names else (kind,), frozen=True, kw_only=True,
         namespace={"__post_init__": resolve_types},
     )  # fmt: skip
-    # tyro reads an option's help beside the field, where the class says that it stands: the module
-    # before the line, which Python 3.13 drops with another module.
+    # tyro reads an option's help next to the field, at the place the class names: first the module,
+    # then the line, since Python 3.13 drops the line when the module is set.
     for name in ("__module__", "__qualname__", "__doc__", "__firstlineno__"):
         if name in vars(kind):
             setattr(made, name, vars(kind)[name])
@@ -76,8 +76,8 @@ def is_part(config: object) -> bool:
 
 
 def with_family(run: Any, name: str) -> Any:
-    """`run` with its model in the family `name`: fields that both families have keep their values,
-    but for None, and the others are the new family's own. run: a RunConfig, or options that have a
+    """`run` with its model in the family `name`: fields that both families have keep their values
+    unless None, and the others are the new family's own. run: a RunConfig, or options that have a
     `model`."""
     before, config = run.model, family_module(name).CONFIG
     family = part(config) if is_part(before) else config
@@ -88,7 +88,7 @@ def with_family(run: Any, name: str) -> Any:
 
 
 def families(field: str = "") -> list[str]:
-    """The families of models, or those that have this field."""
+    """All families of models, or those that have this field."""
     return [name for name in FAMILIES if not field or field in _names(family_module(name).CONFIG)]
 
 
@@ -97,7 +97,7 @@ def _names(config: Any) -> set[str]:
 
 
 def spellings(options: Any) -> dict[str, str]:
-    """Every option, without its --, in each of its spellings: the path of its field."""
+    """The path of the field for each spelling of each option, without its --."""
     found = {}
     for path, hint in _leaves(options):
         found[path] = path
@@ -128,7 +128,7 @@ def _hyphened(name: str) -> str:
 
 
 class Help(SystemExit):
-    """--help was asked for, of the options `default` of `usage`. Faces show it: exit status 0."""
+    """Raised for --help on the options `default` of `usage`; callers show it. Exit status 0."""
 
     def __init__(self, default: object, *, usage: str, about: str, more: Callable[[], str] | None):
         super().__init__(0)
@@ -144,17 +144,17 @@ def help_of(command: Command) -> Help:
 
 
 def summary(command: object) -> str:
-    """The first line of what a command says of itself."""
+    """The first line of a command's docstring."""
     return (command.__doc__ or "").splitlines()[0]
 
 
 @dataclass(frozen=True)
 class Line(Generic[Options]):
-    """What a command line says."""
+    """A command line, parsed."""
 
     names: tuple[str, ...]  # before all options
     options: Options
-    given: frozenset[str]  # the options that stand there, in full: --layout.pipe
+    given: frozenset[str]  # the options that were given, spelled in full: --layout.pipe
 
     @property
     def name(self) -> str | None:
@@ -173,7 +173,7 @@ class Line(Generic[Options]):
 def command(
     usage: str, options: type[Options], *, more: Callable[[], str] | None = None
 ) -> Callable[[Callable[[Line[Options]], int | None]], Command]:
-    """Makes a command of a function of its Line. usage and errors as of `read_line`."""
+    """Make a command from a function of its Line. usage and errors: as for `read_line`."""
 
     def of_line(run: Callable[[Line[Options]], int | None]) -> Command:
         @functools.wraps(run)
@@ -189,8 +189,8 @@ def read_line(
     arguments: list[str], default: Options, usage: str, about: Callable,
     *, more: Callable[[], str] | None = None,
 ) -> Line[Options]:  # fmt: skip
-    """What `arguments` say. usage: "mtx convert SOURCE TARGET --out FILE": NAME stands there once,
-    NAME... at least once, [NAME] at most once, and --out must be given. Errors as of `parse`."""
+    """Parse `arguments`. usage: "mtx convert SOURCE TARGET --out FILE": NAME is given once, NAME...
+    at least once, [NAME] at most once, and --out must be given. Errors: as for `parse`."""
     names, rest = split_names(arguments)
     options = parse(rest, default, prog=usage, about=about, more=more)
     _check_names(names, usage.partition(" --")[0])
@@ -202,7 +202,7 @@ def read_line(
 
 
 def split_names(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The names that stand before all options, and the rest."""
+    """The names before all options, and the rest."""
     names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     return names, arguments[len(names) :]
 
@@ -222,13 +222,13 @@ def parse(
     more: Callable[[], str] | None = None,
 ) -> Options:  # fmt: skip
     """`default` with the fields that `arguments` name replaced. Raises Help for --help, which ends
-    with what `more` returns; UserError for an option, a value or a choice that cannot be."""
+    with what `more` returns; UserError for an option, a value or a choice that is not valid."""
     default = _of_family(arguments, default)
     described = inspect.getdoc(about or type(default)) or ""
     if "-h" in arguments or "--help" in arguments:
         raise Help(default, usage=prog, about=described, more=more)
     printed = io.StringIO()
-    # tyro draws its errors for what it finds at stdout: here no terminal, but UTF-8.
+    # tyro draws its errors to suit stdout: here not a terminal, but UTF-8.
     nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     full = [argument for group in _given(arguments, default).values() for argument in group]
     try:
@@ -247,21 +247,21 @@ def parse(
 
 
 def _of_family(arguments: list[str], default: Any) -> Any:
-    """`default` with the fields of the family that --model.family names, if it does."""
+    """`default` with the fields of the family that --model.family names, if it is given."""
     holder = getattr(default, "run", default)
     if not hasattr(getattr(holder, "model", None), "family"):
         return default
     name = _given(arguments, default).get("model.family", [holder.model.family])[-1]
     name = name.rpartition("=")[2]
-    if name in (holder.model.family, "--model.family"):  # without a value, which tyro misses
+    if name in (holder.model.family, "--model.family"):  # without a value: tyro will report it
         return default
     swapped = with_family(holder, name)
     return swapped if holder is default else dataclasses.replace(default, run=swapped)
 
 
 def _given(arguments: list[str], default: object) -> dict[str, list[str]]:
-    """The arguments of each option, which is spelled in full, by the path of its field; what is not
-    known by itself. UserError where an option is given two values."""
+    """The arguments of each option, spelled in full, by the path of its field; unknown arguments by
+    their own text. UserError if an option is given two values."""
     known, found, first = spellings(default), {}, {}
     for group in _groups(arguments):
         flag, equals, value = group[0].partition("=")
@@ -287,7 +287,7 @@ def _shortened(group: list[str]) -> str:
 
 
 def _groups(arguments: Iterable[str]) -> Iterator[list[str]]:
-    """Each option with the values that follow it; what stands before the first by itself."""
+    """Each option with the values that follow it; values before the first option are a group."""
     group: list[str] = []
     for argument in arguments:
         if argument.startswith("--") and group:
@@ -302,7 +302,7 @@ def _groups(arguments: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _unknown(unknown: list[str], known: dict[str, str]) -> UserError:
-    """Of what was left over: the first option, or else the first value."""
+    """The error for what was left over: about the first option, or else the first value."""
     options = [argument for argument in unknown if argument.startswith("-")]
     if not options:
         return UserError(
@@ -324,7 +324,7 @@ def _unknown(unknown: list[str], known: dict[str, str]) -> UserError:
 
 
 def _near_options(name: str, known: list[str]) -> list[str]:
-    """--vocab is --model.vocab, --no-model.tied is --model.no-tied; or a slip in a part of it."""
+    """--model.vocab for --vocab, --model.no-tied for --no-model.tied; or options near a typo."""
     switch = re.sub(r"^--no-(.*)\.", r"--\1.no-", name)
     if switch in known:
         return [switch]
@@ -343,7 +343,7 @@ def _parts(option: str) -> tuple[str, str]:
 
 
 def _one_line(box: str, arguments: list[str]) -> str:
-    """What tyro says in a box of several paragraphs, as one line."""
+    """An error that tyro prints as a box of several paragraphs, as one line."""
     rows = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
     message = " ".join(itertools.takewhile(lambda row: not row.startswith("─"), rows))
     wrong_value = re.match(r"Error parsing (--\S+):", message)
@@ -356,14 +356,14 @@ def _one_line(box: str, arguments: list[str]) -> str:
 
 
 def plain_form(form: str) -> str:
-    """What an option takes, as tyro writes it, for people: no None for what may be left out, and
-    INT ... for [INT [INT ...]]."""
+    """What an option takes, in tyro's notation made readable: without None for what may be left
+    out, and with INT ... for [INT [INT ...]]."""
     form = re.sub(r"{None}\||\|{None}|(?<={)None,|,None(?=})", "", form)
     return re.sub(r"({)?\[(\S+) \[\2 \.\.\.\]\](?(1)})", r"\2 ...", form)
 
 
 def _as_given(option: str, arguments: list[str]) -> tuple[str, str]:
-    """How `arguments` spell an option, and the value that they give to it."""
+    """How `arguments` spell an option, and the value that they give it."""
     short = {f"--{alias}": f"--{path}" for alias, path in ALIASES.items()}
     for group in _groups(arguments):
         name, equals, value = group[0].partition("=")

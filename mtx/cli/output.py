@@ -1,4 +1,4 @@
-"""What commands have in common on their other side: JSON or lines, tables, files, progress."""
+"""The output that commands have in common: JSON or lines, tables, files, progress."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mtx.errors import UserError, unknown_name
 from mtx.files import replacing
 from mtx.paths import user_path
 
-Report = Callable[..., None]  # of (done, total), and of a text before the bar
+Report = Callable[..., None]  # takes (done, total), and a text before the bar
 
 
 def say(numbers: Any, lines: Iterable[str], *, as_json: bool) -> None:
-    """Prints what a command found: `numbers` for programs, or `lines` for people."""
+    """Print what a command found: `numbers` for programs, or `lines` for people."""
     print(json.dumps(numbers, indent=1) if as_json else "\n".join(lines))
 
 
 def facts(pairs: Mapping[str, Any], width: int = 11) -> list[str]:
-    """A line a name, with what is said of it; None is left out."""
+    """One line for each name and its value; None is left out."""
     return [f"{name:<{width}}{value}" for name, value in pairs.items() if value is not None]
 
 
 def table(rows: Sequence[Sequence[Any]], align: str) -> list[str]:
-    """Rows as lines, the columns as wide as they must be. align: < or > of each column."""
+    """Rows as lines, with columns as wide as they need to be. align: < or > for each column."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -41,7 +41,7 @@ def table(rows: Sequence[Sequence[Any]], align: str) -> list[str]:
 def run_action(
     arguments: list[str], actions: Mapping[str, Command], *, usage: str, about: Command
 ) -> int | None:
-    """One of a command's actions: mtx data build ..."""
+    """Run one of a command's actions: mtx data build ..."""
     action, *rest = arguments or ["--help"]
     if action in ("-h", "--help"):
         print("\n".join([
@@ -59,7 +59,7 @@ def run_action(
 
 
 def check_writable(out: str | None) -> None:
-    """UserError before anything is computed where the file --out cannot be made."""
+    """UserError, before anything is computed, if the file --out cannot be created."""
     if out is None:
         return
     path = Path(out).expanduser()
@@ -70,7 +70,7 @@ def check_writable(out: str | None) -> None:
 
 
 def check_picture(draw: str | None) -> None:
-    """UserError before anything is computed where --draw names no picture."""
+    """UserError, before anything is computed, if --draw does not name a picture."""
     if draw:
         from mtx.view.picture import check_suffix
 
@@ -78,8 +78,8 @@ def check_picture(draw: str | None) -> None:
 
 
 def check_distinct(files: Mapping[str, str | None]) -> None:
-    """UserError before anything is computed where two options name one file to write. What is no
-    file, as - or /dev/null, may be named twice."""
+    """UserError, before anything is computed, if two options name the same file to write. What is
+    not a file, such as - or /dev/null, may be named twice."""
     found: dict[str, str] = {}
     for name, path in files.items():
         if path in (None, "", "-") or os.path.exists(path) and not os.path.isfile(path):
@@ -89,7 +89,7 @@ def check_distinct(files: Mapping[str, str | None]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """All of it, or nothing."""
+    """Write a file: all of it, or nothing."""
     with replacing(Path(path).expanduser()) as written:
         written.write_text(text, encoding="utf-8")
 
@@ -101,7 +101,7 @@ def write_text(path: str | Path, text: str) -> None:
 def progress(
     unit: Literal["bytes", "rows", ""] = "", *, said: str = "", silent: bool = False
 ) -> Iterator[Report]:
-    """A bar on stderr, where that is a terminal; it takes (done, total, text before the bar)."""
+    """A bar on stderr if that is a terminal; yields what takes (done, total, text before it)."""
     if silent or not sys.stderr.isatty():
         yield lambda done, total, text="": None
         return

@@ -1,4 +1,4 @@
-"""`mtx plan`: from a preset, a plan file or sizes to a page, a picture, a plan file, or JSON."""
+"""`mtx plan`: a preset, a plan file or sizes in; a page, a picture, a plan file or JSON out."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ _ZERO = tyro.conf.arg(
 _Layout = part(Layout, zero=Annotated[Literal[0, 1, 3], _ZERO])
 _Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 
-_STEP_TOKENS = 3.2e6  # of a step where no batch is given: GPT-3's
+_STEP_TOKENS = 3.2e6  # per step if no batch is given: as many as GPT-3's
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is left out is the preset's, or chosen and said."""
+    """Options left out are taken from the preset, or chosen and reported."""
 
     target: _Name = None  # a100-80gb, h100, tpu-v5p, ..., or a TOML file of your own
-    gpus: Devices | None = None  # else the preset's, or as few as hold the model
-    global_batch: Sequences | None = None  # sequences a step; else the preset's
-    scatter_gather: bool = True  # messages between stages cut over tensor
-    expert_imbalance: float | None = None  # tokens of the fullest expert over the mean; else 1
+    gpus: Devices | None = None  # how many; by default the preset's, or as few as hold the model
+    global_batch: Sequences | None = None  # sequences per step; by default the preset's
+    scatter_gather: bool = True  # split messages between stages over tensor
+    expert_imbalance: float | None = None  # the fullest expert's tokens over the mean; by default 1
     search: Flag = False  # choose every part of the layout that is not given
-    compile: Flag = False  # compile the step for the target, and say what the compiler says
-    # a picture: .svg, .png or .pdf: of the plan or, of a step compiled for GPUs, a steady tick
+    compile: Flag = False  # compile the step for the target, and show what the compiler reports
+    # a picture: .svg, .png or .pdf, of the plan or of a steady tick if compiled for GPUs
     draw: File = None
-    save: File = None  # a plan file, for mtx train: .toml or .json
-    tokens: float | None = None  # of the training run whose days are asked for: 300e9
-    price: float | None = None  # of a GPU and hour, in any currency
-    json: Flag = False  # every number, units in the names
+    save: File = None  # write a plan file for mtx train: .toml or .json
+    tokens: float | None = None  # tokens of a training run, to predict its days: 300e9
+    price: float | None = None  # price per GPU-hour, in any currency
+    json: Flag = False  # print every number as JSON, with units in the names
     model: ModelConfig = field(default_factory=part(type(ModelConfig())))
     layout: Layout = field(default_factory=_Layout)
     optimizer: OptimizerConfig = field(default_factory=part(OptimizerConfig))
 
 
 def plan_command(arguments: list[str]) -> None:
-    """Say what a model needs on a cluster: memory, time, layout, cost; with --search, the best.
+    """Show what a model needs on a cluster: memory, time, layout, cost; with --search, the best.
 
-    PRESET is gpt-1t where neither it nor sizes are given; PLAN is a file that --save has written
-    (.toml, .json), RUN_DIR the --out of a training run. Sizes are those of its model that are
-    given; without PRESET --hidden and --layers are enough. The layout is the preset's until --gpus
-    or --search ask for another.
-    Nothing is run: all of it is computed from closed forms, or with --compile read from the
+    PRESET is gpt-1t if neither it nor sizes are given; PLAN is a file that --save has written
+    (.toml, .json), RUN_DIR the --out of a training run. Sizes that are given replace those of its
+    model; without PRESET, --hidden and --layers are enough. The layout is the preset's unless
+    --gpus or --search ask for another.
+    Nothing is run: everything is computed from closed forms or, with --compile, read from the
     compiled program.
     """
     base = _base(*split_names(arguments)[0][:1])
@@ -97,7 +97,7 @@ def plan_command(arguments: list[str]) -> None:
 
 
 class _Asked:
-    """What a command line asks for: options, and the sizes and parts of the layout it gives."""
+    """What a command line asks for: options, and the sizes and layout fields it gives."""
 
     def __init__(self, line: Line[PlanOptions]):
         self.name, self.options = line.name, line.options
@@ -108,23 +108,23 @@ class _Asked:
         self.imbalance = line.options.expert_imbalance
         sizes: list[Any] = [self.layout.get(axis) for axis in ("data", "pipe", "tensor")]
         sizes += [self.layout.get(axis, 1) for axis in RARE]
-        self.mesh = None if None in sizes else math.prod(sizes)  # its devices, where all is given
+        self.mesh = None if None in sizes else math.prod(sizes)  # its devices, if all are given
 
     def optimizer(self, run: RunConfig) -> OptimizerConfig:
-        """The run's, with what is given replaced."""
+        """The run's optimizer, with the given fields replaced."""
         return replace(run.optimizer, **self._optimizer)
 
 
 def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:
-    """The run of that name to start from, and the plan, where it is a file."""
+    """The run of that name to start from, and the plan if the name is a plan file."""
     name = name if name in NAMES else _file(name)
     plan = load_plan(name) if is_plan_file(name) else None
     return (plan.run, plan) if plan else (preset(name), None)
 
 
 def _file(name: str) -> str:
-    """Of a run's folder the run's config, which is read as a plan file is; other names as they are.
-    UserError for a path at which there is neither."""
+    """For a run's folder, the path of its config, which is read like a plan file; other names as
+    they are. UserError for a path that is neither a run's folder nor a plan file."""
     path = os.path.expanduser(name)
     file = os.path.join(path, RUN_FILE)
     if os.path.isfile(file):
@@ -139,7 +139,7 @@ def _file(name: str) -> str:
 
 
 def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found | None]:
-    """The plan that is asked for, and the search, where the layout was open."""
+    """The plan that is asked for, and the search if the layout was open."""
     options = asked.options
     if asked.name is None and any(type(value) is int for value in asked.sizes.values()):
         return _search(_model_of(asked.sizes), asked, known=None)
@@ -165,7 +165,7 @@ def _plan(asked: _Asked, run: RunConfig, file: Plan | None) -> tuple[Plan, Found
 
 
 def _changed(layout: Layout, asked: _Asked) -> Layout:
-    """The preset's layout with what is given replaced; `data` follows where it is not given."""
+    """The preset's layout with the given fields replaced; `data` follows if it is not given."""
     gpus = asked.options.gpus or layout.devices
     sizes = {
         axis: asked.layout.get(axis, getattr(layout, axis))
@@ -187,18 +187,18 @@ def _changed(layout: Layout, asked: _Asked) -> Layout:
 
 
 def _model_of(sizes: dict) -> ModelConfig:
-    """A model from its sizes alone; heads of 128 where their number is not given."""
+    """A model from its sizes alone, with heads of 128 if their number is not given."""
     if not {"hidden", "layers"} <= sizes.keys():
         raise UserError("without a PRESET a model needs at least --hidden and --layers")
     hidden, family = sizes["hidden"], sizes.get("family", "gpt")
     heads = next(n for n in range(max(1, hidden // 128), 0, -1) if hidden % n == 0)
     start = {"family": family, "heads": heads, "sequence": 2048, "vocab": 51200}
-    tied = ModelConfig(family=family).sequence_is_fixed  # as in GPT-2 and BERT, not in later ones
+    tied = ModelConfig(family=family).sequence_is_fixed  # as in GPT-2 and BERT, not in later models
     return ModelConfig(**{**start, "tied": tied, **sizes})
 
 
 def _batch_for(gpus: int, sequence: int) -> int:
-    """About as many tokens as GPT-3's step, in a number that the GPUs' odd factors divide."""
+    """Sequences of about as many tokens as GPT-3's step, divisible by the GPUs' odd factors."""
     odd = gpus // (gpus & -gpus)
     sequences = max(1.0, _STEP_TOKENS / sequence / odd)
     return odd * 2 ** round(math.log2(sequences))
@@ -208,7 +208,7 @@ def _batch_for(gpus: int, sequence: int) -> int:
 
 
 def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tuple[Plan, Found]:
-    """Chooses GPUs, batch and layout where they are not given. known: the preset's run."""
+    """Choose GPUs, batch and layout if they are not given. known: the preset's run."""
     options, target = asked.options, asked.target or "a100-80gb"
     device = load_hardware(target)
     device.check(model)
@@ -248,7 +248,7 @@ def _search(model: ModelConfig, asked: _Asked, *, known: RunConfig | None) -> tu
 
 
 def _fixed(asked: _Asked) -> Fixed:
-    """What the search may not choose. UserError for a part of the layout that it does not know."""
+    """What the search may not choose. UserError for a layout field that it does not know."""
     known = [each.name for each in fields(Fixed)]
     for name, value in asked.layout.items():
         if name not in known:
@@ -279,7 +279,7 @@ def _said_layout(found: Found, fixed: Fixed) -> str:
     )
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _print(plan: Plan, found: Found | None, options: PlanOptions) -> None:

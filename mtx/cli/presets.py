@@ -15,7 +15,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True, kw_only=True)
 class PresetsOptions:
-    json: Flag = False  # each preset's parameters and config, as JSON
+    json: Flag = False  # print each preset's parameters and config as JSON
 
 
 @command("mtx presets", PresetsOptions)

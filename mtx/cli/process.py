@@ -17,9 +17,9 @@ from mtx.sizes import VirtualDevices
 
 
 def exit_status(body: Callable[[], int | None]) -> int:
-    """`body`'s own exit status (None: 0), with a user's mistake as one line and no traceback."""
+    """`body`'s own exit status (None: 0); a user's mistake prints one line and no traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a table's lines, where there is only ASCII
+        sys.stdout.reconfigure(errors="replace")  # a table's lines, if only ASCII is possible
     try:
         try:
             return body() or 0
@@ -33,14 +33,14 @@ def exit_status(body: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("mtx: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, `head` perhaps, has gone
+    except BrokenPipeError:  # the reader, perhaps `head`, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as the shell has it
+        return 141  # 128 + SIGPIPE, as in a shell
 
 
 def start_devices(virtual: VirtualDevices, cluster: ClusterOptions | None = None) -> None:
-    """Makes `virtual` CPU devices, if any, and joins the cluster, where this is a part of one:
-    then each process says who it is."""
+    """Create `virtual` CPU devices, if any, and join the cluster if this process is part of one;
+    each process then prints who it is."""
     from mtx.launch.start import join_cluster, use_virtual_devices
 
     virtual = virtual or int(os.environ.get(VIRTUAL_DEVICES, 0))

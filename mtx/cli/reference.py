@@ -8,7 +8,7 @@ from mtx.cli.options import help_of
 
 
 def reference() -> str:
-    """A section a command: its usage, what it does, and a table of its options."""
+    """A section for each command: its usage, what it does, and a table of its options."""
     lines, commands = [], with_actions()
     for command, run in commands.items():
         if has_actions(command, commands):

@@ -17,17 +17,17 @@ from mtx.view.report import report_facts, report_page, summarize
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    out: File = None  # a page with everything in it: .html
-    draw: File = None  # the curves as a picture: .svg, .png or .pdf
-    json: Flag = False  # the numbers as JSON, instead of a table
+    out: File = None  # write a page with everything in it: .html
+    draw: File = None  # draw the curves as a picture: .svg, .png or .pdf
+    json: Flag = False  # print the numbers as JSON instead of a table
 
 
 @command("mtx report RUN_DIR", ReportOptions)
 def report_command(line: Line[ReportOptions]) -> None:
-    """Say what a training run was and how it went: loss, throughput, goodput, faults.
+    """Show what a training run was and how it went: loss, throughput, goodput, faults.
 
-    RUN_DIR is the --out of a training run, which may still be going on. Prints a table; --out
-    makes a page of it, with its curves, and --draw a picture of these.
+    RUN_DIR is the --out of a training run, which may still be running. Prints a table; --out writes
+    it as a page, with the run's curves, and --draw draws the curves as a picture.
     """
     options, directory = line.options, line.names[0]
     if options.out and not options.out.lower().endswith(".html"):

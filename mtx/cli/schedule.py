@@ -1,4 +1,4 @@
-"""`mtx schedule`: one schedule's table, cost, files and pictures, or all of them compared."""
+"""`mtx schedule`: one schedule's table, cost, files and pictures, or a comparison of all."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from mtx.sizes import Sequences
 from mtx.view.schedule import timeline_in_colours
 
 _MOST_PRINTED = 2**18  # cells of a timeline
-_STAGES, _MICROBATCHES = 4, 8  # where nothing is said
+_STAGES, _MICROBATCHES = 4, 8  # if not given
 FOR_COMPARISON = "made for a program per stage: here for comparison, and not for auto"
-_VIRTUALS = (1, 2)  # that compare and auto try, where nothing is said
-Runs = dict[str, Simulation]  # by the model of how it runs
+_VIRTUALS = (1, 2)  # that compare and auto try, if not given
+Runs = dict[str, Simulation]  # by the cost model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    microbatches: Sequences | None = None  # m, of one replica and step; 8 where not given
-    # of a microbatch on one stage, and of a send, in any unit; B lasts B + W where W is not split
+    microbatches: Sequences | None = None  # m, per replica and step; by default 8
+    # of a microbatch on one stage, and of a send, in any unit; B lasts B + W if W is not split
     times: Annotated[str, tyro.conf.arg(metavar="F,B,W,COMM")] = "1,1,1,0"
-    # of one stage, in what one microbatch keeps there: for schedules that fill it, auto, compare
+    # per stage, in stashes of one microbatch there; for schedules that fill it, auto, compare
     memory_limit: Annotated[float | None, tyro.conf.arg(metavar="STASHES")] = None
-    weight_share: float = WEIGHT_SHARE  # of a stash: what stays of it from B to W, where split
-    # a second schedule, in the same picture and trace
+    weight_share: float = WEIGHT_SHARE  # fraction of a stash that stays from B to W, if split
+    # a second schedule, for the same picture and trace
     beside: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
-    model: Model = "lockstep"  # of timeline, picture and trace
-    csv: File = None  # the table in the notation of torch.distributed.pipelining; - for stdout
-    text: File = None  # the table as text; - for stdout
-    orders: Flag = False  # csv and text hold what a program per stage runs, instead of ticks
-    draw: File = None  # timeline and memory as a picture: .svg, .png or .pdf
-    trace: File = None  # the timeline for ui.perfetto.dev
-    json: Flag = False  # numbers for programs, instead of text
+    model: Model = "lockstep"  # cost model of timeline, picture and trace
+    csv: File = None  # write the table in torch.distributed.pipelining's notation; - for stdout
+    text: File = None  # write the table as text; - for stdout
+    orders: Flag = False  # csv and text hold what a program per stage runs, instead of the ticks
+    draw: File = None  # draw timeline and memory as a picture: .svg, .png or .pdf
+    trace: File = None  # write the timeline for ui.perfetto.dev
+    json: Flag = False  # print numbers as JSON instead of text
     layout: object = field(default_factory=part(Layout, "pipe", "virtual", "slices"))
 
 
 def _names() -> str:
-    """Every schedule's name, with a line of its own and its source."""
+    """Every schedule's name, with a line about it and its source."""
     lines, groups = [], {True: "schedules:", False: f"schedules {FOR_COMPARISON}:"}
     for name, each in MAKERS.items():
         if title := groups.pop(each.lockstep, None):
@@ -71,10 +71,10 @@ def _names() -> str:
 def schedule_command(line: Line[ScheduleOptions]) -> None:
     """Show a pipeline schedule: what each stage does in every tick, its cost and its memory.
 
-    NAME is one of those below; a .csv, .txt or .json file with a table; auto, for the best within
-    the memory limit; or compare, for all of them beside one another. 1f1b where none is named. Of
-    the layout, pipe is 4 where it is not given, virtual and slices what the schedule needs or
-    prefers; mtx train --layout.schedule runs it.
+    NAME is one of those below (by default 1f1b); FILE is a .csv, .txt or .json file with a table;
+    auto takes the best within the memory limit; compare shows all of them side by side. In the
+    layout, pipe is 4 by default, and virtual and slices are what the schedule needs or prefers; mtx
+    train --layout.schedule runs it.
     """
     asked, options = _Asked(line), line.options
     if line.name == "compare":
@@ -100,11 +100,11 @@ def schedule_command(line: Line[ScheduleOptions]) -> None:
     print("".join(f"{line}\n" for line in facts(written, _WIDTH)), end="")
 
 
-_WIDTH = 15  # of a fact's name
+_WIDTH = 15  # characters of a fact's name
 
 
 class _Asked:
-    """What a command line asks for: the sizes that it gives, None for others, and prices."""
+    """What a command line asks for: the sizes that it gives (None for others), and prices."""
 
     def __init__(self, line: Line[ScheduleOptions]):
         self.options, layout = line.options, line.changes("layout")
@@ -127,7 +127,7 @@ class _Asked:
         )
 
     def schedule(self, name: str) -> tuple[Schedule, dict[str, str]]:
-        """The schedule of that name or file, and what is to be said of its choice."""
+        """The schedule of that name or file, and what to say about its choice."""
         if name.lower().endswith(SUFFIXES):
             schedule = read_schedule(name)
             for size, value in self.sizes.items():
@@ -146,7 +146,7 @@ class _Asked:
         return schedule, self._published(schedule)
 
     def _published(self, schedule: Schedule) -> dict[str, str]:
-        """The source, and its closed form of the bubble where there is one."""
+        """The source, and its closed form of the bubble if there is one."""
         known = maker(schedule.name)
         bubble = known.bubble_over_ideal(Shape(
             microbatches=schedule.microbatches, stages=schedule.stages, virtual=schedule.virtual,
@@ -173,7 +173,7 @@ def _times(text: str) -> Times:
 
 
 def _check_outputs(options: ScheduleOptions) -> None:
-    """Before anything is computed or written."""
+    """UserError, before anything is computed or written, for outputs that do not go together."""
     check_picture(options.draw)
     check_distinct({name: getattr(options, name) for name in ("csv", "text", "draw", "trace")})
     if [options.csv, options.text].count("-") + options.json > 1:
@@ -185,7 +185,7 @@ def _check_outputs(options: ScheduleOptions) -> None:
 
 
 def _write(runs: list[Simulation], options: ScheduleOptions) -> dict[str, str]:
-    """The files of all that was written."""
+    """Write all files that are asked for; returns their paths."""
     schedule, written = runs[0].schedule, {}
     for what, path, render in (("csv", options.csv, to_csv), ("text", options.text, to_text)):
         if path == "-":
@@ -211,7 +211,7 @@ def _write(runs: list[Simulation], options: ScheduleOptions) -> dict[str, str]:
 
 
 def _record(runs: Runs) -> dict[str, Any]:
-    """What --json gives of one schedule."""
+    """What --json prints for one schedule."""
     schedule = runs["lockstep"].schedule
     record = {"schedule": schedule.name, "in_flight": schedule.in_flight.tolist()}
     for model, run in runs.items():
@@ -224,8 +224,8 @@ def _record(runs: Runs) -> dict[str, Any]:
 
 
 def _print_timeline(run: Simulation, written: bool) -> None:
-    """The timeline as text; beside a file that was written only where a terminal has room for all
-    of it, and its title elsewhere."""
+    """Print the timeline as text; if a file was written too, print only its title unless all of it
+    fits on the terminal."""
     lockstep, terminal = run.model == "lockstep", sys.stdout.isatty()
     size = shutil.get_terminal_size((120, 40))
     width = None if lockstep and (written or not terminal) else size.columns
@@ -310,7 +310,7 @@ def _compare(asked: _Asked) -> None:
 
 
 def _table(made: list[tuple[Candidate, Schedule]], ideal: float, width: float) -> list[str]:
-    """Reasons stand behind the numbers where `width` columns hold them, else below."""
+    """Reasons come after the numbers if `width` columns hold them, else below."""
     rows: list[tuple] = [
         ("schedule", "ticks", "in flight", "slots", "stashes", "lock-step", "bubble",
          "asynchronous", "bubble")

@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     run: Annotated[RunConfig, OwnFields]
-    virtual_devices: VirtualDevices = 0  # CPU devices to make, for a machine without GPUs
-    compile_cache: str = "auto"  # directory of compiled programs: in the user's cache; or "none"
+    virtual_devices: VirtualDevices = 0  # CPU devices to create, for a machine without GPUs
+    compile_cache: str = "auto"  # folder of compiled programs; auto: in the user's cache; or "none"
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     watch: WatchOptions = field(default_factory=WatchOptions)
 
 
 def train_command(arguments: list[str]) -> int | None:
-    """Train a preset or a plan, or go on from a run or a model of Hugging Face's.
+    """Train a preset or a plan, or continue from a run or a Hugging Face model.
 
-    PRESET is miniature where none is named; PLAN is a file that `mtx plan --save` has written;
-    options replace their fields. What is larger than a laptop's model needs --data.path and
-    --data.tokenizer. Log, config and checkpoints lie in --out, from which the same
-    command goes on. RUN_DIR is such an --out: the run goes on with its own config and data, in
-    another --out from its newest checkpoint. MODEL_DIR has a config.json and safetensors; they are
-    converted into --out, and trained on what --data.path names. Exit status: 0 finished, 2 a
-    mistake in what was asked for, 75 stopped by SIGTERM and 130 by Ctrl-C, both with all steps
-    saved; 74 the last checkpoint could not be saved, 69 another process was lost, 70 an exception,
-    124 no step finished for --watch.hang-s.
+    PRESET is miniature by default; PLAN is a file that `mtx plan --save` has written; options
+    replace their fields. Models larger than a laptop's need --data.path and --data.tokenizer. Log,
+    config and checkpoints go to --out, from which the same command continues. RUN_DIR is such an
+    --out: the run continues there with its own config and data or, given another --out, in that one
+    from the newest checkpoint. MODEL_DIR has a config.json and safetensors, which are converted
+    into --out and trained on what --data.path names. Exit status: 0 finished, 2 a user's mistake,
+    75 stopped by SIGTERM and 130 by Ctrl-C, both with all steps saved; 74 the last checkpoint could
+    not be saved, 69 another process was lost, 70 an exception, 124 no step finished for
+    --watch.hang-s.
     """
     startup = StartUp.of_process()
     start, named = _named(*split_names(arguments)[0][:1])
@@ -75,7 +75,7 @@ def train_command(arguments: list[str]) -> int | None:
 
 
 def _named(name: str | None = None) -> tuple[Start | None, RunConfig]:
-    """What stands first on the command line, and the run that it is without options."""
+    """(the directory to start from, if `name` is one, the run that `name` is without options)"""
     if name is None or name in NAMES:
         return None, preset(name or "miniature")
     path = os.path.expanduser(name)

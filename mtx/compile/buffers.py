@@ -1,10 +1,9 @@
 """The largest buffers of a compiled program, from the text of XLA's buffer assignment.
 
-XLA writes it where it is told to dump (`--xla_dump_to`, with `--xla_dump_hlo_as_text`): the
-allocations, and in each the values that live there, with their offsets. An argument is an
-allocation of its own; all temporaries share one, and many of them the same bytes at different
-times. A **place** is a run of bytes of one allocation, its tenants the values that lie there in
-turn.
+XLA writes it if it is told to dump (`--xla_dump_to`, with `--xla_dump_hlo_as_text`): the
+allocations, and in each the values that live there, with their offsets. Each argument has its own
+allocation; all temporaries share one, and many of them share the same bytes at different times. A
+**place** is a run of bytes of one allocation; its tenants are the values that lie there in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mtx.plan.compiled import Buffer
 if TYPE_CHECKING:
     from mtx.step.trainer import Trainer
 
-# Of an array's shape: what the step knows under that shape, or None.
+# An array's shape -> what the step knows under that shape, or None.
 NameOf = Callable[[Shape], str | None]
 
 
@@ -41,7 +40,7 @@ class Place:
     """Some bytes of an allocation, and the values that fill them, largest first."""
 
     bytes: int
-    parameter: int | None  # of the program, where the allocation is an argument
+    parameter: int | None  # of the program, if the allocation is an argument
     tenants: tuple[Value, ...]
 
 
@@ -159,8 +158,8 @@ def _op_of(place: Place, made_by: dict[str, Instruction]) -> str:
 
 
 def names_of_arrays(trainer: Trainer) -> NameOf:
-    """What the step holds under an array's shape, on one device; shapes count without their ones
-    and in any order, since XLA transposes at will."""
+    """A function from an array's shape on one device to what the step holds under that shape.
+    Shapes are compared without dims of 1 and in any order, since XLA transposes at will."""
     run, slots = trainer.run, trainer.schedule.slots
     places = trainer.placement.layer.shape[-1]
     known: dict[tuple, tuple[str, list[str]]] = {}
@@ -217,7 +216,7 @@ def _key(dtype: str, dims: tuple[int, ...]) -> tuple:
 
 
 def _add_name(known: dict, dtype: str, dims: tuple[int, ...], name: str, path: str = "") -> None:
-    """Small arrays are left out: their shapes are those of many."""
+    """Add a name for a shape, except for small arrays: many have the same shape."""
     if math.prod(dims) >= 4096:
         first, paths = known.setdefault(_key(dtype, dims), (name, []))
         if first == name and path not in paths:

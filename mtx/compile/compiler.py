@@ -1,8 +1,8 @@
-"""Which compiler comes nearest to an accelerator that is not there, on this machine.
+"""The compiler on this machine that comes nearest to that of an absent accelerator.
 
 gpu  NVIDIA's, from the wheels of the extra `mtx[aot]`: neither driver nor CUDA runtime is needed;
-     cuDNN's attention as well, where its library and JAX's plugin are installed
-tpu  libtpu, where it is installed
+     cuDNN's attention as well, if its library and JAX's plugin are installed
+tpu  libtpu, if it is installed
 cpu  everywhere, as a stand-in for both: FLOPs and arguments are exact, temporaries within about a
      factor of 2, and nothing is known of overlap
 """
@@ -22,7 +22,7 @@ from mtx.plan.attention import Kernel
 from mtx.plan.compiled import Backend
 from mtx.plan.hardware import hardware
 
-# LLVM's costliest passes come after all that is read here: they cost a sixth of the time.
+# LLVM's costliest passes come after everything that is read here, and take a sixth of the time.
 _FEWER_PASSES = "--xla_llvm_disable_expensive_passes=true"
 AttentionKernel = Literal["blocked", "cudnn"]
 _KERNELS: dict[Kernel, str] = {
@@ -35,19 +35,19 @@ MOST_CPU_DEVICES = 2048  # above that XLA:CPU starts and lowers but does not com
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler:
-    """Who compiles, and what is said of it."""
+    """A compiler, and what is said about it."""
 
     backend: Backend
     label: str
     hint: str = ""
     attention: AttentionKernel = "blocked"
-    topology: str = ""  # of the devices that are not there
+    topology: str = ""  # of the absent devices
     flags: tuple[str, ...] = ()  # XLA_FLAGS
 
 
 def find_compiler(target: str, devices: int, *, kernel: Kernel = "blocked") -> Compiler:
-    """The compiler that comes nearest to the target on this machine. UserError where there is none
-    for so many devices.
+    """The compiler on this machine that comes nearest to the target's. UserError if there is none
+    for that many devices.
 
     kernel: the attention of a run on the target.
     """
@@ -103,10 +103,10 @@ def _stand_in(target: str, devices: int) -> Compiler:
 
 
 def _find_cuda() -> tuple[str, str] | None:
-    """("cuda13" or "cuda12", the folder with ptxas and libdevice), where XLA's GPU compiler and
-    those are installed.
+    """("cuda13" or "cuda12", the folder with ptxas and libdevice), if XLA's GPU compiler and those
+    are installed; otherwise None.
 
-    UserError where the compiler is of another version than JAX.
+    UserError if the compiler's version is not that of JAX.
     """
     for cuda, package in (("cuda13", "nvidia.cu13"), ("cuda12", "nvidia.cuda_nvcc")):
         plugin = f"jax-{cuda}-pjrt"
@@ -127,7 +127,7 @@ def _find_cuda() -> tuple[str, str] | None:
 
 def _missing_for_cudnn(cuda: str) -> list[str]:
     """What to install to compile cuDNN's attention: its library, 0.5 GB, and the part of JAX's
-    plugin that asks which version that is."""
+    plugin that asks for the library's version."""
     plugin, library = f"jax-{cuda}-plugin", f"nvidia-cudnn-cu{cuda.removeprefix('cuda')}"
     there = _has(f"jax_{cuda}_plugin") and _version(plugin) == _version("jaxlib")
     missing = [] if there else [f"{plugin}=={_version('jaxlib')}"]

@@ -1,8 +1,8 @@
-"""FLOPs of a convolution as XLA writes it: on TPUs every matmul is one.
+"""FLOPs of a convolution as XLA writes it; on TPUs every matmul is a convolution.
 
-A plain matmul has one position a window. A batched one hides its batch among the spatial dims, with
-paddings and dilations that let each output see one position of the window only, so what counts are
-the products of numbers that are there.
+A plain matmul has one position per window. A batched one hides its batch among the spatial dims,
+with paddings and dilations that let each output see only one position of the window, so only
+products without padding are counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def convolution_flops(
 ) -> float:
     """2 x the products of two numbers, neither of which is padding.
 
-    left, right, result: dims of the input, the kernel and the output; attributes: the text behind
-    the operands, with `dim_labels=bf_io->bf` and, where there are spatial dims, `window={...}`.
+    left, right, result: dims of the input, the kernel and the output; attributes: the text after
+    the operands, with `dim_labels=bf_io->bf` and, if there are spatial dims, `window={...}`.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if not labels:

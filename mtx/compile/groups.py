@@ -1,4 +1,4 @@
-"""Who takes part in a collective: XLA's four ways to write `replica_groups`, and their mesh axes.
+"""The devices of a collective: XLA's four ways to write `replica_groups`, and their mesh axes.
 
 Numbers are positions in the program's mesh, row-major, whatever the ids of the devices there.
 """
@@ -17,7 +17,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def read_groups(attributes: str, *, devices: int) -> Groups:
-    """The groups in an instruction's attributes; `devices` is the program's number of them.
+    """The groups in an instruction's attributes; `devices` is the program's number of devices.
 
     explicit  replica_groups={{0,1},{2,3}}             jax 0.10
     empty     replica_groups={}                        one group of all
@@ -60,8 +60,8 @@ def axis_of(
 
     mesh_shape: {axis: size} in the mesh's order, which numbers the devices row-major.
     pairs: the groups are a permute's (source, target) pairs, which need not cover their axes.
-    Raises UserError where the groups are no product of whole axes, nor equal parts of one that
-    splits sequences, on which attention may be among some neighbours.
+    Raises UserError if the groups are neither a product of whole axes nor equal parts of an axis
+    that splits sequences, on which attention may run among some neighbours.
     """
     names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
     if any(device >= np.prod(sizes) for group in groups for device in group):
@@ -82,7 +82,7 @@ def axis_of(
 
 
 def _are_parts(groups: Groups, sizes: tuple[int, ...]) -> bool:
-    """Whether each device is in one group, and all are as large."""
+    """Whether each device is in one group, and all groups have the same size."""
     devices = sorted(device for group in groups for device in group)
     return devices == list(range(int(np.prod(sizes)))) and len(set(map(len, groups))) == 1
 
@@ -91,7 +91,7 @@ def _read_mesh(axes: str, grouped: str) -> Groups:
     """Groups over the `grouped` axes of a mesh, each of which may be a part 'name':(before)size."""
     sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", axes)}
     dims: list[int] = []
-    parts: dict[tuple[str, int], int] = {}  # (axis, size of what stands before) -> dim
+    parts: dict[tuple[str, int], int] = {}  # (axis, size of what comes before) -> dim
     wanted = [
         (name, int(before or 1), int(size) if size else sizes[name])
         for name, before, size in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", grouped)

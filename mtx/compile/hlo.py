@@ -26,7 +26,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-# Of a conditional's branches; (): the longest is taken, as far as time is asked for
+# A conditional -> a weight per branch; (): the longest branch, if time is what is asked for
 Weights = Callable[[Instruction], Sequence[float]]
 Branch = Literal["max", "sum"] | Weights
 TripCounts = float | Mapping[str, float] | Callable[[Instruction], float] | None
@@ -36,8 +36,8 @@ TripCounts = float | Mapping[str, float] | Callable[[Instruction], float] | None
 class Collective:
     """A collective and how often one run of the program executes it, per device."""
 
-    kind: str  # one of COLLECTIVES; an async pair is one
-    groups: Groups  # positions in the mesh, row-major; of a permute its (source, target) pairs
+    kind: str  # one of COLLECTIVES; an async pair counts as one
+    groups: Groups  # positions in the mesh, row-major; for a permute its (source, target) pairs
     dtype: str  # as the backend runs it: CPU promotes 16-bit reductions to f32
     operand_bytes: int  # on one device, for one execution
     result_bytes: int
@@ -47,13 +47,13 @@ class Collective:
 
     @property
     def group(self) -> int:
-        """Devices of a group; of a permute, those of the longest ring or line of its pairs."""
+        """Devices in a group; for a permute, in the longest ring or line that its pairs make."""
         permute = self.kind == "collective-permute"
         return max(map(len, join_pairs(self.groups) if permute else self.groups), default=1)
 
     @property
     def sent_bytes(self) -> float:
-        """What one device sends in one execution, by ring algorithms: of a whole array of n bytes
+        """What one device sends in one execution, by ring algorithms: for a whole array of n bytes
         in a group of g, n(g-1)/g, twice that for an all-reduce, and n for a permute."""
         if self.kind == "collective-permute":
             return float(self.operand_bytes)
@@ -77,17 +77,17 @@ class Program:
     def matmul_flops(self, branch: Branch = "max", *, trip_counts: TripCounts = None) -> float:
         """FLOPs of all matmuls that one device executes in one run: 2 M N K each, times its batch.
 
-        Counted are `dot`s wherever they stand, cuBLAS and oneDNN calls, and cuDNN's attention as
-        the full square (2 matmuls forward, 5 backward), whatever its mask lets it skip. Kernels of
-        other kinds (Pallas, Triton by hand) are not: see `custom_calls`.
+        It counts `dot`s wherever they are, cuBLAS and oneDNN calls, and cuDNN's attention as the
+        full square (2 matmuls forward, 5 backward), whatever its mask lets it skip. Kernels of
+        other kinds (Pallas, Triton by hand) are not counted: see `custom_calls`.
 
         branch: what a conditional costs. "max": its costliest branch, an upper bound; "sum": all of
         them; or a function from its instruction to one weight per branch, such as the share of the
         ticks in which each is taken.
-        trip_counts: of loops that do not say theirs, by the name of the `while`, one for all, or a
+        trip_counts: for loops that do not say theirs: by the name of the `while`, one for all, or a
         function of the `while`.
 
-        Raises UserError at a loop without a count, and at a matmul that it cannot read.
+        Raises UserError for a loop without a count, and for a matmul that it cannot read.
         """
         counts = self.costs(matmul_flops, branch, trip_counts)
         return float(sum(count * flops for count, flops in counts.values()))
@@ -108,7 +108,7 @@ class Program:
         ]
 
     def custom_calls(self) -> dict[str, int]:
-        """Targets of custom calls and in how many places the text calls them."""
+        """The targets of custom calls, and in how many places the text calls each."""
         targets: dict[str, int] = {}
         for _, _, instruction in self._instructions():
             if instruction.operation == "custom-call":
@@ -116,7 +116,7 @@ class Program:
         return targets
 
     def arguments(self) -> dict[int, str]:
-        """What the caller's tree calls each parameter of the program, by its number."""
+        """The name in the caller's tree of each parameter of the program, by its number."""
         named = {}
         for instruction in self.computations[self.entry].values():
             if instruction.opcode == "parameter":
@@ -135,7 +135,7 @@ class Program:
         kind, shapes = instruction.operation, instruction.shapes
         operands = operand_shapes(computation, instruction)
         # An async start's result is the operands, the results and the backend's contexts; older
-        # all-reduces, and what is not async, have the results alone.
+        # all-reduces, and instructions that are not async, have only the results.
         if kind != instruction.opcode and len(shapes) >= 2 * len(operands):
             shapes = shapes[len(operands) : 2 * len(operands)]
         if kind == "collective-permute":
@@ -154,7 +154,7 @@ class Program:
         )
 
     def costs(self, cost, branch: Branch, trip_counts: TripCounts):
-        """{(computation, instruction): (executions, cost of one)} of all that cost anything."""
+        """{(computation, instruction): (executions, cost of one)} for all that cost anything."""
         known: dict[str, dict[tuple[str, str], tuple[float, float]]] = {}
 
         def count(name: str):
@@ -171,7 +171,7 @@ class Program:
         return count(self.entry)
 
     def _called(self, instruction: Instruction, count, branch: Branch, trip_counts: TripCounts):
-        """(computation, executions) of what `instruction` runs."""
+        """[(computation, executions)] of the computations that `instruction` runs."""
         if instruction.opcode == "while":
             body = instruction.computation("body")
             test = instruction.computation("condition")
@@ -190,7 +190,7 @@ class Program:
         return [(instruction.called, 1)] if instruction.called else []
 
     def trips(self, loop: Instruction, trip_counts: TripCounts = None) -> float:
-        """How often the body of a `while` runs; `trip_counts` as for `matmul_flops`, and errors."""
+        """How often the body of a `while` runs; `trip_counts` and errors as for `matmul_flops`."""
         known = loop.config.get("known_trip_count")
         if known:
             return int(known["n"])
@@ -209,7 +209,7 @@ class Program:
 
 
 def read_program(text: str) -> Program:
-    """The program in `compiled.as_text()`. Raises UserError where the text is no HLO module."""
+    """The program in `compiled.as_text()`. Raises UserError if the text is not an HLO module."""
     computations, entry, devices = read_computations(text)
     return Program(computations=computations, entry=entry, devices=devices)
 
@@ -221,7 +221,7 @@ def _add(counts: dict, more: dict, times: float) -> None:
 
 
 def _bound(test: Computation) -> int | None:
-    """N of a loop whose whole test is counter < N: JAX counts from 0 by 1. TPUs' texts say no more
+    """N, if a loop's whole test is counter < N: JAX counts from 0 by 1. TPUs' texts say no more
     than that."""
     last = list(test.values())[-1]
     is_less = last.opcode == "compare" and "direction=LT" in last.attributes

@@ -39,7 +39,7 @@ class Instruction:
     shapes: tuple[Shape, ...]  # of the result, tuples flattened
     operands: tuple[str, ...]  # names of instructions in the same computation
     attributes: str  # what follows the operands, without the metadata
-    op_name: str  # the JAX scopes and primitive it comes from, "" where unknown
+    op_name: str  # the JAX scopes and primitive it comes from, "" if unknown
 
     @property
     def operation(self) -> str:
@@ -48,12 +48,12 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of the result."""
+        """Bytes of the result."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def config(self) -> dict:
-        """The backend's configuration; {} where there is none, or one that is no JSON."""
+        """The backend's configuration; {} if there is none, or if it is not JSON."""
         _, found, text = self.attributes.partition("backend_config=")
         if not found or "{" not in text:
             return {}
@@ -64,13 +64,13 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Whom a custom call calls; "" elsewhere."""
+        """The target of a custom call; "" for other instructions."""
         match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     @property
     def called(self) -> str:
-        """The computation that a fusion, a call or an async wrapper runs, once; "" elsewhere."""
+        """The computation that a fusion, a call or an async wrapper runs once; "" for others."""
         if self.opcode.endswith(("-done", "-update")):
             return ""  # its start ran it
         called = self.computation("calls")
@@ -86,12 +86,12 @@ class Instruction:
         return tuple(name for name in found if name)
 
     def computation(self, kind: str) -> str:
-        """The name in the attribute of that kind, as in body=%name; "" without one."""
+        """The name in the attribute of that kind, as in body=%name; "" if there is none."""
         match = re.search(rf"\b{kind}=%?([^\s,{{}}]+)", self.attributes)
         return match[1] if match else ""
 
     def number(self, kind: str) -> int:
-        """Of the attribute index=3, or of a parameter's number."""
+        """The number in an attribute such as index=3, or a parameter's number."""
         return int(_found(rf"\b{kind}=(\d+)", self.attributes)[1])
 
 
@@ -99,8 +99,8 @@ Computation = dict[str, Instruction]  # by name, in program order; the last one 
 
 
 def read_computations(text: str) -> tuple[dict[str, Computation], str, int]:
-    """(computations, name of the entry, devices) of `compiled.as_text()`. Raises UserError where
-    the text is no HLO module."""
+    """(computations, name of the entry, devices) of `compiled.as_text()`. Raises UserError if the
+    text is not an HLO module."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -154,7 +154,7 @@ def _read_instruction(line: str) -> Instruction | None:
 
 
 def read_shape(text: str) -> Shape:
-    """The shape that is written so: "bf16[8,128]"."""
+    """The shape in a text such as "bf16[8,128]"."""
     return _shape(*_found(_SHAPE, text).groups())
 
 

@@ -1,4 +1,4 @@
-"""The work of one instruction of a compiled program: FLOPs of its matmuls, bytes that it moves."""
+"""The work of one instruction of a compiled program: its matmul FLOPs and the bytes it moves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def operand_shapes(computation: Computation, instruction: Instruction) -> tuple[
 
 
 def matmul_flops(computation: Computation, instruction: Instruction) -> float:
-    """2 M N K of each matmul that the instruction itself is, times its batch; 0 of all else.
+    """2 M N K, times the batch, if the instruction itself is a matmul; 0 for all others.
 
-    UserError at a matmul that cannot be read.
+    UserError for a matmul that cannot be read.
     """
     opcode = instruction.operation
     if opcode in ("dot", "scaled-dot"):
@@ -81,7 +81,7 @@ _MOVES_NOTHING = re.compile(
     r"|conditional|call|async-start|copy-start|send|recv)$|.*-(done|update)$"
 )
 _NOTHING_RUNS = "AllocateBuffer"  # a custom call for which XLA:GPU starts no kernel
-_PARTS = ("dynamic-slice", "slice", "gather")  # of whose first operand only the result is read
+_PARTS = ("dynamic-slice", "slice", "gather")  # of the first operand they read only the result
 _IN_PLACE = ("dynamic-update-slice", "scatter")  # into their first operand
 
 
@@ -90,8 +90,8 @@ def moved_bytes(
 ) -> float:
     """Bytes that an instruction reads and writes, each operand once.
 
-    Of what is sliced only the slice counts, and of what is updated in place only the update: so
-    too inside of fusions. What runs other computations moves nothing itself.
+    Of a sliced operand only the slice counts, and of one that is updated in place only the update,
+    inside fusions too. Instructions that run other computations move nothing themselves.
     """
     if instruction.operation == "fusion":
         return _fusion_bytes(computations, computations[instruction.called])
@@ -110,8 +110,8 @@ _HOST_COPIES = ("dynamic-slice", "dynamic-update-slice", "copy")
 def host_copy(
     computations: Mapping[str, Computation], computation: Computation, instruction: Instruction
 ) -> tuple[float, bool] | None:
-    """(bytes, whether they go out) of a copy to the host's memory or back, which may stand in a
-    fusion, an async start or both; None of all else."""
+    """(bytes, whether they go out) of a copy to the host's memory or back, which may be inside a
+    fusion, an async start or both; None for other instructions."""
     while instruction.operation in ("fusion", "async"):
         computation = computations[instruction.called]
         *_, instruction = computation.values()
@@ -141,7 +141,7 @@ def _read_bytes(
     name: str,
     users: tuple[Instruction, ...],
 ) -> float:
-    """Bytes of the value of that name that `users`, of the same computation, read."""
+    """Bytes that `users`, of the same computation, read of the value of that name."""
     whole, read = computation[name].bytes, 0
     for user in users:
         if name not in user.operands:

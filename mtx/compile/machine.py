@@ -1,8 +1,8 @@
 """Seconds of single instructions of a compiled program, by the planner's models of the machine.
 
-Matrix products take what `mtx.plan.gemm` says of their sizes, all else what it reads and writes,
-collectives what `mtx.plan.network` says of their groups. Starting a kernel counts as nothing, lest
-bookkeeping pass for work.
+Matrix products take the time that `mtx.plan.gemm` gives for their sizes, collectives the time that
+`mtx.plan.network` gives for their groups, and all else the time to read and write its bytes.
+Starting a kernel counts as nothing, so that bookkeeping does not pass for work.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Machine:
 
     @classmethod
     def of(cls, hardware: Hardware, *, mesh_shape: Mapping[str, int]) -> Machine:
-        """With the planner's constants of this program on that hardware."""
+        """The machine with the planner's constants for this program on that hardware."""
         calibration = replace(calibration_of(hardware, "mtx"), kernel_s=0.0)
         return cls(hardware=hardware, calibration=calibration, mesh_shape=mesh_shape)
 
     def compute(
         self, program: Program, computation: Computation, instruction: Instruction
     ) -> tuple[Kind, float]:
-        """What an instruction is, and its seconds: the longer of its matmuls, those inside of a
-        fusion too, and of its bytes."""
+        """The kind of an instruction, and its seconds: the longer of the time for its matmuls,
+        including those inside a fusion, and the time for its bytes."""
         products = list(self._products(program, computation, instruction))
         moved = moved_bytes(program.computations, computation, instruction)
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
@@ -63,7 +63,8 @@ class Machine:
     def _product(
         self, computation: Computation, instruction: Instruction, flops: float
     ) -> tuple[Kind, float]:
-        """Those in a batch are of queries and keys, but for experts', and so is cuDNN's kernel."""
+        """The kind and the seconds of a matmul. Batched ones are attention, except experts', and
+        so is cuDNN's kernel."""
         left, right = operand_shapes(computation, instruction)[:2]
         dtype = "float8" if left.dtype.startswith("f8") else _DTYPES.get(left.dtype, "bfloat16")
         if instruction.target.startswith("__cudnn$fmha"):
@@ -94,7 +95,7 @@ class Machine:
         return takes(whole, group, hardware=self.hardware, calibration=self.calibration)
 
     def copy_s(self, moved_bytes: float) -> float:
-        """So many to the host's memory, or back."""
+        """Seconds to copy that many bytes to the host's memory, or back."""
         return moved_bytes / (self.hardware.host_gb_s * 1e9 * self.calibration.host_share)
 
     def crosses(self, collective: Collective) -> bool:
@@ -113,7 +114,7 @@ class _Placed(Group):
         return cls(size=max(map(len, groups), default=1), stride=1, groups=groups)
 
     def members_in_node(self, hardware: Hardware) -> int:
-        """Of the first group: all lie alike."""
+        """Members of the first group in one node; all groups lie alike."""
         nodes = [device // hardware.node_devices for device in self.groups[0]]
         return max(nodes.count(node) for node in set(nodes))
 

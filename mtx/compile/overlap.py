@@ -1,15 +1,15 @@
-"""The time of a compiled program: what it computes, and what of its communication that hides.
+"""The time of a compiled program: its computation, and how much communication that hides.
 
 The program is replayed in the order of its schedule. A device computes one instruction at a time,
-by `mtx.compile.machine`. An asynchronous collective runs from its start on its own, on the links of
-the node or on the network, each of which serves one collective at a time; so an instruction hides a
-collective on each of the two at most. What a done then still waits for is **exposed**, and a
-synchronous collective is wholly. Copies to the host's memory and back are like collectives, on a
-link of their own for either way.
+in the seconds that `mtx.compile.machine` gives. An asynchronous collective runs by itself from its
+start, on the links of the node or on the network; each of these serves one collective at a time, so
+an instruction hides at most one collective on each of the two. The time that a done still waits is
+**exposed**, and so is all of a synchronous collective. Copies to the host's memory and back are
+like collectives, with a link of their own in each direction.
 
-A loop's first two iterations are replayed, and the second stands for all that follow: so what
-starts at an iteration's end is found by the done in the next one. A conditional takes the mean of
-its branches, or the longest, where each stage has one of its own and all wait for the slowest.
+The first two iterations of a loop are replayed, and the second stands for all that follow, so that
+a collective that starts at the end of one iteration meets its done in the next. A conditional takes
+the mean of its branches, or the longest if each stage has its own and all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def _sums() -> defaultdict[Any, float]:
 def timeline(
     program: Program, machine: Machine, branch: Weights, *, trip_counts: TripCounts = None,
 ) -> Timeline:  # fmt: skip
-    """The program in the order of its schedule, with computations on one stream and collectives on
-    another for each kind of link.
+    """Replay the program in the order of its schedule, with computations on one stream and
+    collectives on one stream for each kind of link.
 
     branch, trip_counts: as in `Program.matmul_flops`.
     """
     replay = _Replay(program=program, machine=machine, branch=branch, trip_counts=trip_counts)
     replay.run(program.entry, {}, share=1.0)
     step_s = replay.clock
-    for flight, share in tuple(replay.open.items()):  # none is known to lack a done
+    for flight, share in tuple(replay.open.items()):  # though none is known to lack a done
         replay.clock = flight.begun
         replay._wait(flight, share)
     exposed_s: dict[tuple[str, ...], float] = _sums()
@@ -77,10 +77,10 @@ class _Flight:
     begun: float  # on the clock
     until: float
     takes_s: float
-    before: _Flight | None  # which its links were still busy with
+    before: _Flight | None  # the one that its links were still busy with
 
 
-_Flights = dict[tuple[int, ...], _Flight]  # where in a value, a tuple of tuples, they are carried
+_Flights = dict[tuple[int, ...], _Flight]  # by the path at which a value, nested tuples, has them
 _Links = Literal["node", "network", "to the host", "from the host"]
 _Measured = tuple[tuple[str, ...], float, _Links]  # axes, seconds, and where it runs
 
@@ -89,7 +89,7 @@ _Measured = tuple[tuple[str, ...], float, _Links]  # axes, seconds, and where it
 class _Replay:
     """The clock of one device, and what was counted on the way.
 
-    share: how often that which is run now is run, on average, in one run of the program.
+    share: how often, on average, one run of the program runs what is being run now.
     """
 
     program: Program
@@ -97,17 +97,17 @@ class _Replay:
     branch: Weights
     trip_counts: TripCounts
     clock: float = 0.0
-    free: dict[_Links, float] = field(default_factory=dict)  # from when on each is
+    free: dict[_Links, float] = field(default_factory=dict)  # when each becomes free
     last: dict[_Links, _Flight] = field(default_factory=dict)  # what was sent last over each
     known: dict[Instruction, _Measured] = field(default_factory=dict)
     computed_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by kind and part
     others_s: dict[tuple[str, str], float] = field(default_factory=_sums)  # by what is made, part
     seconds: dict[tuple[str, ...], float] = field(default_factory=_sums)  # of collectives, by axes
     exposed_s: dict[tuple[tuple[str, ...], str], float] = field(default_factory=_sums)  # and part
-    open: dict[_Flight, float] = field(default_factory=dict)  # those without a done yet: shares
-    depth: int = 0  # loops around what is run now
+    open: dict[_Flight, float] = field(default_factory=dict)  # without a done yet: its share
+    depth: int = 0  # loops around what is being run
     longest: tuple[float, Instruction, int, tuple[Spent, ...]] | None = None  # loop, as `Tick` says
-    spans: list[Span] | None = None  # what is drawn; None: loops are not run through
+    spans: list[Span] | None = None  # what is drawn; None: loops are not run to their end
 
     def spent(self) -> tuple[Spent, ...]:
         exposed = {(f"exposed over {' x '.join(axes)}", part): seconds
@@ -116,7 +116,7 @@ class _Replay:
         return tuple(Spent(what, part, seconds) for (what, part), seconds in rows if seconds)
 
     def run(self, name: str, arguments: dict[int, _Flights], share: float) -> _Flights:
-        """Replays a computation; the flights in its result, its arguments' or its own."""
+        """Replay a computation; returns the flights in its result, its arguments' or its own."""
         held: dict[str, _Flights] = {}
         computation = self.program.computations[name]
         for instruction in computation.values():
@@ -131,7 +131,7 @@ class _Replay:
         self, computation: Computation, instruction: Instruction, given: list[_Flights],
         share: float,
     ) -> _Flights:  # fmt: skip
-        """The flights in the value that the instruction makes, after it has run."""
+        """Run the instruction; returns the flights in the value that it makes."""
         opcode = instruction.opcode
         if opcode == "tuple":
             return {
@@ -215,7 +215,7 @@ class _Replay:
         waited_s = max(0.0, flight.until - self.clock)
         self.clock += waited_s
         self.open.pop(flight, None)
-        waiting: _Flight | None = flight  # for it, and for those that its links had to send before
+        waiting: _Flight | None = flight  # for it, and for those its links had to send first
         until = self.clock
         while waiting is not None and waited_s > 0:
             own_s = min(waited_s, waiting.takes_s) if waiting.before else waited_s
@@ -252,7 +252,7 @@ class _Replay:
             flight.begun += skipped_s  # it is the last iteration's
             flight.until += skipped_s
             self.open[flight] = share
-        self.free = {  # of what the iteration has sent, later by those that are skipped
+        self.free = {  # of what this iteration has sent, later by the iterations that are skipped
             links: until + (skipped_s if until != busy.get(links) else 0.0)
             for links, until in self.free.items()
         }
@@ -276,7 +276,7 @@ class _Replay:
         return carried
 
     def _longest(self, conditional: Instruction, given: list[_Flights]) -> list[float]:
-        """All of the branch that takes longest: each is tried, and counts as nothing."""
+        """Weight 1 for the branch that takes longest, else 0: each is tried, without counting."""
         begun, free, last, flights, ends = self.clock, self.free, self.last, self.open, []
         for place, name in enumerate(conditional.branches):
             self.free, self.last, self.open = dict(free), dict(last), dict(flights)
@@ -287,7 +287,8 @@ class _Replay:
         return [float(place == ends.index(max(ends))) for place in range(len(ends))]
 
     def _part(self, instruction: Instruction) -> str:
-        """Of the step. XLA names some fusions after nothing: then what is in them says it."""
+        """The part of the step that an instruction belongs to. XLA leaves some fusions without a
+        name: then the instructions inside them say it."""
         named = [instruction]
         if instruction.operation == "fusion":
             named += reversed(self.program.computations[instruction.called].values())
@@ -304,7 +305,8 @@ class _Replay:
 
     def tick(self) -> Tick | None:
         """One iteration of the longest loop, in which each conditional takes its longest branch:
-        one with the head. The second, so that what the one before has sent is on its way."""
+        one with the head. It is the second iteration, so that what the first one has sent is on its
+        way."""
         if self.longest is None:
             return None
         whole_s, loop, count, spent = self.longest
@@ -323,7 +325,7 @@ class _Replay:
         )  # fmt: skip
 
     def _fullest(self, conditional: Instruction) -> list[float]:
-        """The longest of the branches that are taken at all."""
+        """Weight 1 for the longest of the branches that are taken at all, else 0."""
         weights = self.branch(conditional) or (1.0,) * len(conditional.branches)
         sizes = [len(self.program.computations[name]) * (weight > 0) for name, weight in
                  zip(conditional.branches, weights, strict=True)]  # fmt: skip
@@ -331,7 +333,7 @@ class _Replay:
 
 
 def _less(rows: tuple[Spent, ...], before: tuple[Spent, ...]) -> Iterator[Spent]:
-    """What was spent since."""
+    """What was spent since `before`."""
     known = {(row.what, row.part): row.seconds for row in before}
     for row in rows:
         seconds = row.seconds - known.get((row.what, row.part), 0.0)
@@ -340,7 +342,7 @@ def _less(rows: tuple[Spent, ...], before: tuple[Spent, ...]) -> Iterator[Spent]
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Those of one row and part that follow each other as one."""
+    """The spans, with those of one row and part that follow each other joined into one."""
     joined: dict[tuple[str, str, bool], list[Span]] = {}
     for span in spans:
         row = joined.setdefault((span.row, span.part, span.exposed), [])
@@ -352,7 +354,7 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 
 def _made(instruction: Instruction) -> str:
-    """bf16[1,2048,6144] mul: what is made first, and JAX's or XLA's word for how."""
+    """The first array that is made, and JAX's or XLA's word for how: bf16[1,2048,6144] mul."""
     shape = instruction.shapes[0]
     how = instruction.op_name.rpartition("/")[2] or instruction.operation
     return f"{shape.dtype}[{','.join(map(str, shape.dims))}] {how}"

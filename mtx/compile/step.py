@@ -4,8 +4,8 @@
 it to XLA's compiler for that target (`mtx.compile.compiler`): nothing is allocated and no device is
 needed. XLA compiles one SPMD program, so 3,072 devices cost what eight do.
 
-It runs in a process of its own (`python -m mtx.compile.step`, JSON in and out), since which devices
-there are is decided when JAX starts.
+It runs in a process of its own (`python -m mtx.compile.step`, JSON in and out), since JAX decides
+at its start which devices there are.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def compile_plan(
 ) -> Compiled:  # fmt: skip
     """The step of `run`, compiled for `target`, a name in `mtx.plan.hardware`.
 
-    program: a file to keep the text of what was compiled in. The attention compiled is that of a
-    run, as far as it can be here; the result says which. What a plan leaves weave="auto" it prices
-    plain, and so it is compiled. UserError where no compiler can serve, and where the compiler
-    fails, with the line that says why.
+    program: a file in which to keep the text of the compiled program. The attention is that of a
+    run, as far as it can be compiled here; the result says which. weave="auto" is compiled plain,
+    as a plan prices it. UserError if no compiler can serve, and if the compiler fails, with the
+    line that says why.
     """
     if run.layout.weave == "auto":
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, weave="off"))
@@ -118,7 +118,7 @@ def _in_own_process(
 
 
 def _reason(code: int, stderr: str) -> str:
-    """Of all that a compiler writes, the line that says why it failed."""
+    """The line that says why a compiler failed, from all that it wrote."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception): ", line)]
     if errors:
@@ -140,7 +140,7 @@ def main() -> None:
     print(json.dumps(compiled.to_dict()))
 
 
-# -- inside of it ----------------------------------------------------------------------------------
+# -- inside the process ----------------------------------------------------------------------------
 
 
 def _compile(
@@ -204,8 +204,8 @@ def _compile(
 
 
 def _answer_for(target: str) -> None:
-    """JAX's functions of cuDNN's attention ask a GPU of this machine what it can; in this process
-    the target answers."""
+    """Let the target answer when JAX's functions for cuDNN's attention ask a GPU of this machine
+    for its compute capability; in this process only."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     def check(capability: str) -> bool:
@@ -215,7 +215,7 @@ def _answer_for(target: str) -> None:
 
 
 def mesh_of(run: RunConfig, target: str, compiler: Compiler) -> Mesh:
-    """The mesh of the run's layout, of devices that need not be there."""
+    """The mesh of the run's layout, over devices that need not be there."""
     import jax
     from jax.experimental import topologies
 
@@ -235,7 +235,7 @@ def mesh_of(run: RunConfig, target: str, compiler: Compiler) -> Mesh:
 
 
 def _halve_temp(temp: int, run: RunConfig) -> int:
-    """From float32's temporaries to those of the run's own type: gradients stay float32, and on
+    """Temporary bytes in the run's own type, from those in float32: gradients stay float32, and on
     one replica the parameters become a copy of the masters; all else is half as large."""
     if run.model.compute_dtype == "float32":
         return temp
@@ -253,11 +253,11 @@ _TAKEN_OR_NOT = re.compile(
 def busy_shares(
     trainer: Trainer, *, of_slowest: bool = False
 ) -> Callable[[Instruction], Sequence[float]]:
-    """For each conditional of the step, the shares of its executions that take each branch.
+    """A function from a conditional of the step to the share of its executions per branch.
 
     The step's conditionals are the ops that a stage sits out, or has no layers for, and, with
-    zero=3, begins and ends of runs of one chunk's ops. Shares are those of the mean stage;
-    `of_slowest`: in each tick, of the stage that has most to do, for which the others wait.
+    zero=3, the begins and ends of runs of one chunk's ops. Shares are those of the mean stage, or
+    `of_slowest`, in each tick, of the stage that has most to do, for which the others wait.
     """
     schedule, phases = trainer.schedule, trainer.pipeline.phases
 
@@ -277,11 +277,11 @@ def busy_shares(
         "B/reduce_scatter": share_of(backward.runs[1], "backward"),
         "empty": _without_layers(trainer),
     }
-    if woven:  # which looks two ticks ahead, and one back
+    if woven:  # a woven tick looks two ticks ahead, and one back
         shares["embed"] = share_of(schedule.enters(2) >= 0, "any")
         shares["embed_backward"] = share_of(schedule.left(1) >= 0, "any")
         shares["ends"] = share_of(schedule.head >= 0, "some")
-        shares["head"] = 1.0  # asked where there is one
+        shares["head"] = 1.0  # asked only if there is one
         shares["W"] = shares["B"]  # of a tick's last layer
     if weight is not None:
         shares |= {
@@ -311,9 +311,9 @@ def busy_shares(
 
 
 def _share(taken, phases: Sequence[Phase], kind: str, *, of_slowest: bool) -> float:
-    """Of the ticks in which it is asked whether to take a branch, those that do. taken: bool [T] or
-    [T, P]; kind: of the phases in which it is asked, or those in which "any" tick takes it, or in
-    which "some" do."""
+    """The share of ticks that take a branch, among those that ask whether to. taken: bool [T] or
+    [T, P]; kind: of the phases that ask, or "any" for those in which any tick takes it, or "some"
+    for those in which some ticks do, but not all."""
     taken = taken.reshape(len(taken), -1)
     ticks = {phase: taken[phase.start : phase.stop] for phase in phases}
     asked = [
@@ -325,15 +325,15 @@ def _share(taken, phases: Sequence[Phase], kind: str, *, of_slowest: bool) -> fl
 
 
 def _without_layers(trainer: Trainer) -> float:
-    """The share of all B whose chunk has none."""
+    """The share of all B whose chunk has no layers."""
     schedule = trainer.schedule
     layers = trainer.placement.count[np.arange(schedule.stages), schedule.backward.chunk]
     return float((layers == 0)[schedule.backward.busy].mean())
 
 
 def _of_stages(trainer: Trainer, count: int) -> Sequence[float]:
-    """Of the branches of woven ticks where stages have layers of other kinds or in other numbers:
-    with one chunk as many as there are stages of each kind, else equally often."""
+    """The shares of the branches of woven ticks if stages differ in their layers' kinds or numbers:
+    with one chunk by how many stages have those layers, else equally often."""
     chunks = Counter(kinds[0] for kinds in trainer.placement.chunk_kinds)
     if trainer.run.layout.virtual > 1 or len(chunks) != count:
         return (1 / count,) * count
@@ -341,8 +341,8 @@ def _of_stages(trainer: Trainer, count: int) -> Sequence[float]:
 
 
 def of_mean_stage(trainer: Trainer, spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
-    """What the mean stage spends on its own microbatches, of what its ticks spend: with
-    idle="phases" some have none. (Else conditionals skip those, by `busy_shares`.)"""
+    """The part of its ticks' seconds that the mean stage spends on its own microbatches: with
+    idle="phases" some ticks have none. (Else conditionals skip those, by `busy_shares`.)"""
     if trainer.run.layout.idle != "phases":
         return spent
     schedule = trainer.schedule
@@ -356,8 +356,8 @@ def of_mean_stage(trainer: Trainer, spent: tuple[Spent, ...]) -> tuple[Spent, ..
 
 
 def trip_counts(trainer: Trainer) -> TripCounts:
-    """Trips of loops that do not say theirs: over a chunk's layers where chunks differ their mean;
-    of what waits for an expert that is too full none, as where experts are evenly loaded."""
+    """Trips of loops that do not say theirs: over a chunk's layers, if chunks differ, their mean;
+    for what waits for an expert that is too full none, as if experts were evenly loaded."""
     layers = float(trainer.placement.count.mean())
     return lambda loop: 0.0 if LATER_ROUNDS in loop.op_name else layers
 

@@ -1,11 +1,11 @@
-"""What XLA needs to know of an accelerator that is not there, to compile for it.
+"""What XLA needs to know about an absent accelerator to compile for it.
 
 GPUs: the numbers of a GpuTargetConfigProto, as published with XLA itself
-(github.com/openxla/xla, xla/backends/gpu/target_config/specs); memory, its rate and the second
-cache of the H200 as XLA of jax 0.11.2 read them off one. Leaving out `core_count`,
+(github.com/openxla/xla, xla/backends/gpu/target_config/specs); the H200's memory, its rate and its
+L2 cache are as XLA of jax 0.11.2 read them from a device. Leaving out `core_count`,
 `clock_rate_ghz` or `device_memory_size` changes the compiled memory by GiBs; without
-`runtime_version` cuBLAS is thought too old for float8 and computes it in 16 bits. TPUs: libtpu
-knows them; only the shape of the slice is to be said.
+`runtime_version` cuBLAS is taken to be too old for float8, which is then computed in 16 bits. TPUs:
+libtpu knows them and needs only the shape of the slice.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ GPU_TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
 
 
 def gpu_topology(devices: int, node_devices: int) -> str:
-    """The cluster as XLA reads it: partitions x hosts x GPUs of a host."""
+    """The cluster as XLA reads it: partitions x hosts x GPUs per host."""
     per_host = math.gcd(devices, node_devices)
     return f"1x{devices // per_host}x{per_host}"
 
@@ -130,7 +130,7 @@ TPU_TARGETS: Mapping[str, TpuTarget] = MappingProxyType(
 def tpu_topology(target: str, devices: int) -> str:
     """The slice of that many devices, as near to a cube or square as they allow: "v5p:8x16x24".
 
-    UserError where there is none.
+    UserError if there is none.
     """
     row = TPU_TARGETS[target]
     shapes = [shape for shape in _factor(devices, row.dims) if _is_slice(shape, row)]
@@ -144,7 +144,7 @@ def tpu_topology(target: str, devices: int) -> str:
 
 
 def _factor(number: int, dims: int, least: int = 1) -> list[tuple[int, ...]]:
-    """All ways to write a number as a product of so many factors, in ascending order."""
+    """All ways to write a number as a product of `dims` factors, in ascending order."""
     if dims == 1:
         return [(number,)] if number >= least else []
     return [
@@ -156,8 +156,8 @@ def _factor(number: int, dims: int, least: int = 1) -> list[tuple[int, ...]]:
 
 
 def _is_slice(shape: tuple[int, ...], row: TpuTarget) -> bool:
-    """Two dims: powers of two, at most twice as long as wide. Three: parts of a cube of 4, and from
-    64 devices on whole cubes."""
+    """Whether there is a slice of this shape. Two dims: powers of two, at most twice as long as
+    wide. Three: parts of a cube of 4, and from 64 devices on whole cubes."""
     devices = math.prod(shape)
     if not row.least <= devices <= row.most:
         return False

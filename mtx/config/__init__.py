@@ -1,4 +1,4 @@
-"""What a run is, as frozen dataclasses: model, layout, optimizer, data, guard."""
+"""The definition of a run, as frozen dataclasses: model, layout, optimizer, data, guard."""
 
 from mtx.config.data import DataConfig as DataConfig
 from mtx.config.layout import Idle as Idle

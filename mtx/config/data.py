@@ -1,4 +1,4 @@
-"""What a run reads. No JAX."""
+"""The data that a run reads. No JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtx.sizes import DataSeed, TrainedBytes, Width
 
 Order = Literal["sop", "nsp", "none"]
 SplitBy = Literal["auto", "documents", "tokens"]
-# Fields that are for models of one objective, or of some.
+# Fields that apply only to models with certain objectives.
 OF_OBJECTIVES = {
     "order": ("masked tokens",), "mask_fraction": ("masked tokens", "spans"),
     "mask_run": ("masked tokens",), "mean_span": ("spans",), "short_fraction": ("masked tokens",),
@@ -21,28 +21,28 @@ OF_OBJECTIVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What a run reads, text files or indexed datasets, its tokenizer, and what is held out.
+    """The data of a run: text files or indexed datasets, the tokenizer, and what is held out.
 
-    Datasets are Megatron-LM's .bin and .idx, as `mtx data build` makes them: prefixes, of which
-    all samples are read, or weights and prefixes in turns: 0.7 corpus 0.3 code. A BERT reads those
-    of sentences.
+    Datasets are Megatron-LM's .bin and .idx files, as `mtx data build` makes them. `path` lists
+    prefixes, of which all samples are read, or alternates weights and prefixes: 0.7 corpus 0.3
+    code. BERT reads datasets of sentences.
     """
 
-    path: tuple[str, ...] = ()  # files, folders or datasets; empty: pydoc_data.topics, of Python
-    tokenizer: str = "bytes"  # or "bpe" or "wordpiece", trained on the text; or a file or folder
-    eod: str = "auto"  # its end-of-document token, by name or number; auto: the dataset's own
-    bpe_vocab: TrainedBytes = 2048  # "bpe" and "wordpiece": of the vocabulary trained on the text
-    packed: bool = False  # documents of one sample do not see each other; positions restart
-    eval_fraction: float = 0.05  # text files: share held out
-    split: str = "969,30,1"  # datasets: shares to train on, to evaluate on, and left out
-    split_by: SplitBy = "auto"  # datasets; tokens: of each document, as auto where they are few
-    cache: str | None = None  # datasets: folder of sample indices; None: beside the first dataset
-    seed: DataSeed = 0  # order of documents and samples
+    path: tuple[str, ...] = ()  # files, folders or datasets; empty: Python's pydoc_data.topics
+    tokenizer: str = "bytes"  # or "bpe" or "wordpiece", trained on the text; or a path
+    eod: str = "auto"  # end-of-document token, by name or number; auto: the dataset's own
+    bpe_vocab: TrainedBytes = 2048  # "bpe", "wordpiece": size of the vocabulary that is trained
+    packed: bool = False  # documents of a sample do not see each other; positions restart
+    eval_fraction: float = 0.05  # text files: fraction held out
+    split: str = "969,30,1"  # datasets: shares for training, for evaluation, and left out
+    split_by: SplitBy = "auto"  # datasets: whole documents, or a share of each; auto: if few
+    cache: str | None = None  # datasets: folder for sample indices; None: next to the first dataset
+    seed: DataSeed = 0  # seed for the order of documents and samples
     order: Order = "sop"  # BERT's second text: swapped with the first, of another document, or none
-    mask_fraction: float = 0.15  # BERT, T5: share of the tokens that are to be predicted
-    mask_run: Width = 3  # BERT: whole words that are masked together, at most
-    mean_span: Annotated[float, Between(1, 1000)] = 3.0  # T5: tokens that are left out together
-    short_fraction: float = 0.1  # BERT: share of samples that are made shorter than a sequence
+    mask_fraction: float = 0.15  # BERT, T5: fraction of the tokens to predict
+    mask_run: Width = 3  # BERT: at most this many whole words are masked together
+    mean_span: Annotated[float, Between(1, 1000)] = 3.0  # T5: mean length of a span left out
+    short_fraction: float = 0.1  # BERT: fraction of samples made shorter than a sequence
 
     def __post_init__(self):
         resolve_types(self)

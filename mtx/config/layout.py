@@ -1,4 +1,4 @@
-"""How a model is laid over a device mesh. No JAX."""
+"""How a model is laid out over a device mesh. No JAX."""
 
 from __future__ import annotations
 
@@ -26,48 +26,49 @@ Weave = Literal["auto", "off", "on"]
 ContextAttention = Literal["auto", "gather", "ring", "ulysses", "usp"]
 ExpertDispatch = Literal["alltoall", "gathered"]
 
-_WOVEN = {"offload": 0.0, "idle": "phases", "stash": "residuals", "slices": 1}  # what that needs
+_WOVEN = {"offload": 0.0, "idle": "phases", "stash": "residuals", "slices": 1}  # what weaving needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is laid over a device mesh. Changes speed and memory, never the values."""
+    """How a model is laid out over a device mesh. Changes speed and memory, never the values."""
 
     data: Devices = 1  # replicas (d)
     pipe: Stages = 1  # pipeline stages (p)
-    expert: Devices = 1  # shards of the experts (e), each with other parts of the batch
-    context: Devices = 1  # parts of every sequence (c)
+    expert: Devices = 1  # shards of the experts (e), each with its own part of the batch
+    context: Devices = 1  # parts that every sequence is split into (c)
     tensor: Devices = 1  # tensor-parallel shards (t)
     virtual: Layers = 1  # model chunks per stage (v): above 1, the schedule is interleaved
     microbatch: Sequences = 1  # sequences per microbatch and replica (b)
-    slices: Slices = 1  # parts into which the schedule cuts a microbatch's sequences
+    slices: Slices = 1  # slices into which the schedule cuts a microbatch's sequences
     sequence_parallel: bool = True  # shard activations between the linear layers over `tensor`
-    schedule: str = "1f1b"  # see `mtx schedule --help`; "auto"; or a table's .csv, .txt or .json
-    idle: Idle = "skip"  # idle half ticks: a cond each, or scans in phases
-    stash: Stash = "residuals"  # what waits between a microbatch's F and its B
-    zero: Zero = 1  # sharded over `data`: 1: the optimizer; 3: parameters and gradients as well
-    # with zero=3, what is gathered at a time; "auto": a layer where computation hides it
+    schedule: str = "1f1b"  # a name (`mtx schedule --help`), "auto", or a table: .csv, .txt, .json
+    idle: Idle = "skip"  # idle half ticks: "skip" each by a cond, or scan in "phases"
+    stash: Stash = "residuals"  # what is kept from a microbatch's F to its B
+    zero: Zero = 1  # over `data`, 1 shards the optimizer's state; 3 also parameters and gradients
+    # what zero=3 gathers at a time; "auto": a layer if computation hides the all-gather
     zero_unit: ZeroUnit = "auto"
-    # within a block, at stash="residuals"; "around_attention": all but attention, whose output and
-    # log-sum-exp are kept
+    # what is recomputed in a block, with stash="residuals"; "around_attention": all but attention,
+    # whose output and log-sum-exp are kept
     recompute: Recompute = "none"
-    # of what waits between F and B, the fraction of each array's tokens that is in host memory
-    # ("auto": by `mtx plan`, the least that fits a device)
+    # fraction of the tokens of each array kept from F to B that is moved to host memory ("auto":
+    # the least with which the device's memory suffices, by `mtx plan`)
     offload: Fraction | Literal["auto"] = 0.0
-    attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs where it serves
-    # over `context`: keys and values gathered or sent round, or heads in place of positions
+    attention: Attention = "auto"  # "auto": cuDNN's kernel on NVIDIA GPUs, if it applies
+    # over `context`: gather keys and values, send them round, or split heads in place of positions
     context_attention: ContextAttention = "auto"
-    # experts: split over `tensor` as other matrices are, or whole, with as many more shards of them
+    # split each expert over `tensor`, like other matrices, or keep it whole and have `tensor` times
+    # as many shards of experts
     expert_tensor: bool = True
-    # how tokens come to their experts: each is sent, or all of `expert` gather them
+    # how tokens reach their experts: each is sent, or all devices of `expert` gather all tokens
     expert_dispatch: ExpertDispatch = "alltoall"
-    # of an expert, over what it is given where all are given as much; what more comes to one waits
-    # for further, smaller rounds: never dropped
+    # room of an expert, as a multiple of its even share of tokens; tokens beyond it wait for
+    # further, smaller rounds and are never dropped
     expert_room: Annotated[float, Between(0.125, 64)] = 1.2
-    # a tick's F and B side by side, each one's collectives beside the other; "auto": off, but on
-    # GPUs, from JAX 0.11 on, where it fits and is predicted to take less time
+    # run a tick's F and B side by side, so that each hides the other's collectives; "auto": only on
+    # GPUs, from JAX 0.11 on, if it fits in memory and is predicted to take less time
     weave: Weave = "auto"
-    # layers of each of the pipe*virtual stages, in model order
+    # layers of each of the pipe*virtual virtual stages, in model order
     stage_layers: StageLayers = "even"
 
     def __post_init__(self):
@@ -107,12 +108,12 @@ class Layout:
 
     @property
     def weaves(self) -> bool:
-        """Whether weave="on" is made for the rest of it."""
+        """Whether the other fields allow weave="on"."""
         return all(getattr(self, name) == wanted for name, wanted in _WOVEN.items())
 
     @property
     def schedule_text(self) -> str:
-        """As reports and plans say it."""
+        """The schedule in words, for reports and plans."""
         woven = ", woven ticks" if self.weave == "on" else ""
         return f"{self.schedule}, virtual v = {self.virtual}{woven}"
 
@@ -131,29 +132,29 @@ class Layout:
 
     @cached_property
     def replicas(self) -> int:
-        """The parts into which the batch is split."""
+        """The number of parts into which the batch is split."""
         return math.prod(self.sizes[axis] for axis in BATCH)
 
     @cached_property
     def token_shards(self) -> int:
-        """The devices with the same weights, but for ZeRO, each with other tokens."""
+        """The number of devices with the same weights (apart from ZeRO) but different tokens."""
         return math.prod(self.sizes[axis] for axis in TOKENS)
 
     @property
     def shown(self) -> dict[str, int]:
-        """`sizes`, for people: without an axis that few ask for and that has one device."""
+        """`sizes` as shown to people: without rarely used axes that have one device."""
         return {axis: size for axis, size in self.sizes.items() if size > 1 or axis not in RARE}
 
     @property
     def mesh_text(self) -> str:
-        """As reports say it: "data 2 x pipe 4 x tensor 8"."""
+        """The mesh in words, for reports: "data 2 x pipe 4 x tensor 8"."""
         sizes = {"data": self.data} | self.shown
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
     def by_windows(self, model: ModelConfig) -> bool:
-        """Whether zero=1 gathers and scatters a chunk at a time, beside the first and the last
-        ticks (`mtx.schedules.windows`): of parameters of one type, with the same replicas, in
-        chunks of as many layers."""
+        """Whether zero=1 gathers parameters and scatters gradients a chunk at a time, beside the
+        first and the last ticks (`mtx.schedules.windows`). It does so only for parameters of one
+        type, with the same replicas, in chunks with the same number of layers."""
         even = self.stage_layers in ("even", "balanced")
         even = even and model.layers % (self.pipe * self.virtual) == 0
         several = even and self.virtual > 1 and self.token_shards > 1
@@ -162,7 +163,7 @@ class Layout:
 
     @property
     def offload_fraction(self) -> float:
-        """UserError where it is still to be chosen."""
+        """`offload` as a number; UserError if it is still to be chosen."""
         if self.offload == "auto":
             raise UserError(
                 "offload='auto' is chosen for a target; use `mtx plan --save FILE` and train that "
@@ -172,7 +173,7 @@ class Layout:
 
     @property
     def vocab_shards(self) -> int:
-        """The vocabulary is sharded over `pipe` x `tensor` together."""
+        """Shards of the vocabulary, which is split over `pipe` x `tensor` together."""
         return self.pipe * self.tensor
 
     @property
@@ -194,7 +195,7 @@ class Layout:
         return global_batch // unit
 
     def check(self, model: ModelConfig) -> None:
-        """Raises UserError where `model` cannot be laid out this way."""
+        """Raises UserError if `model` cannot be laid out this way."""
         place_layers(
             model.layers, pipe=self.pipe, virtual=self.virtual, stage_layers=self.stage_layers
         )
@@ -280,7 +281,7 @@ class Layout:
             )
 
     def _check_context(self, model: ModelConfig) -> None:
-        """A device of `context` has two equal chunks of a sequence (`mtx.sharding.sequence`)."""
+        """Each device of `context` has two equal chunks of a sequence (`mtx.sharding.sequence`)."""
         if len(model.sequences) > 1:
             raise UserError(
                 f"context={self.context} cuts one sequence, and family={model.family!r} has "
@@ -307,8 +308,8 @@ class Layout:
             )
 
     def _check_fp8(self, model: ModelConfig) -> None:
-        """Of float8 the matmuls of GPUs take sizes in units of 16. A head that is repeated would
-        have its gradient rounded in parts."""
+        """Matmuls in float8 on GPUs need sizes that are multiples of 16. The gradient of a head
+        that is repeated would be rounded in parts."""
         if model.groups % self.tensor:
             raise UserError(
                 f"fp8={model.fp8!r} needs kv_heads={model.groups} to be a multiple of tensor="
@@ -333,5 +334,5 @@ class Layout:
 
 @cache
 def _sizes_of(layout: type[Layout]) -> tuple[str, ...]:
-    """Its fields that are numbers of devices."""
+    """The names of the fields that are numbers of devices."""
     return tuple(each.name for each in fields(layout) if each.type in ("Devices", "Stages"))

@@ -15,24 +15,26 @@ Rates = Literal["cosine", "linear", "wsd", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """An optimizer (`mtx.optimizers`) with warm-up and decay, global-norm clipping and, in float16,
-    a dynamic loss scale."""
+    """An optimizer (`mtx.optimizers`) with warm-up, decay and clipping by the global norm.
 
-    name: str = "adamw"  # or lion: a file of mtx/optimizers
-    # of embeddings, head, norms and biases, with its own b1, b2, epsilon; None: as of the matrices
+    In float16 it has a dynamic loss scale as well.
+    """
+
+    name: str = "adamw"  # adamw, lion or another file of mtx/optimizers
+    # optimizer of embeddings, head, norms and biases, with its own b1, b2, epsilon; None: `name`
     rest: str | None = None
-    lr: float = 1.5e-4  # the largest learning rate: after the warm-up
-    rest_lr: float | None = None  # with `rest`; rises and decays as lr does. None: lr
-    min_lr: float = 1e-5  # the last one, which the decay ends at
-    rate: Rates = "cosine"  # how it decays; wsd: warm up, stay, decay
-    warmup_steps: Interval = 0  # in which the learning rate rises linearly
+    lr: float = 1.5e-4  # peak learning rate, after the warm-up
+    rest_lr: float | None = None  # peak rate of `rest`, which follows the same schedule; None: lr
+    min_lr: float = 1e-5  # learning rate at the end of the decay
+    rate: Rates = "cosine"  # how the rate decays; wsd: warm up, stay, decay
+    warmup_steps: Interval = 0  # steps in which the learning rate rises linearly
     decay_steps: Step | None = None  # the step at which min_lr is reached; None: the run's steps
     wsd_decay_fraction: float = 0.1  # rate="wsd": share of decay_steps spent decaying, at its end
-    b1: float | None = None  # decay of the mean of gradients; None: the optimizer's, AdamW's 0.9
-    b2: float | None = None  # and of that of their squares; None: the optimizer's, AdamW's 0.95
-    epsilon: float | None = None  # beside the root of the second; None: AdamW's 1e-8
+    b1: float | None = None  # decay of the mean gradient; None: the optimizer's own, for AdamW 0.9
+    b2: float | None = None  # decay of the mean square; None: the optimizer's own, for AdamW 0.95
+    epsilon: float | None = None  # added to the root of the mean square; None: AdamW's 1e-8
     weight_decay: NotNegative = 0.1  # not applied to biases and norms
-    clip: NotNegative = 1.0  # global gradient norm; 0 turns it off
+    clip: NotNegative = 1.0  # largest global norm of gradients; 0: no clipping
     loss_scale: Annotated[float, Between(1, 2.0**127)] = 2.0**16  # float16 only: the first scale
     loss_scale_window: Step = 1000  # float16 only: finite steps before the scale doubles
 
@@ -75,7 +77,7 @@ class OptimizerConfig:
                 )
 
     def hyperparameters(self, name: str) -> dict[str, float]:
-        """Those of the optimizer of that name: this config's, where it is `name`, else its own."""
+        """The hyperparameters of an optimizer: this config's if it is `self.name`, else its own."""
         defaults = optimizers.optimizer_module(name).DEFAULTS
         given = {key: getattr(self, key) for key in defaults} if name == self.name else {}
         return defaults | {key: value for key, value in given.items() if value is not None}

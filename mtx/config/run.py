@@ -27,14 +27,14 @@ RUN_FILE = "run.json"  # a run's config, in its `out`
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What is watched for numbers that go wrong, and how often a run may roll back for it."""
+    """Checks for numbers that go wrong, and how often a run may roll back because of them."""
 
-    spike_nats: NotNegative = 0.0  # a loss this far above what is usual rolls back; 0: off
-    spike_window: Annotated[int, Between(1, 10_000)] = 50  # steps
-    compare_every: Interval = 200  # steps between comparisons of what replicas hold; 0: never
-    checksums: bool = False  # of masters and moments, from each step to the next
-    rollbacks: Interval = 3  # at most, in one session
-    most_skipped: Step = 50  # steps in a row whose gradients are not finite: then the run ends
+    spike_nats: NotNegative = 0.0  # roll back if the loss is this far above the usual; 0: off
+    spike_window: Annotated[int, Between(1, 10_000)] = 50  # window of steps for the usual loss
+    compare_every: Interval = 200  # steps between comparisons of the replicas' states; 0: never
+    checksums: bool = False  # check masters and moments by checksum from each step to the next
+    rollbacks: Interval = 3  # roll back at most this often in one session
+    most_skipped: Step = 50  # end the run after this many steps in a row without finite gradients
 
     def __post_init__(self):
         resolve_types(self)
@@ -45,7 +45,7 @@ Track = Literal["tensorboard", "wandb"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that defines a run; written beside each checkpoint."""
+    """Everything that defines a run; written next to each checkpoint."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: Layout = field(default_factory=Layout)
@@ -53,16 +53,16 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     global_batch: Sequences = 16  # sequences a step, over all replicas
-    steps: Step = 100  # of the optimizer, from the run's beginning
-    seed: Seed = 0  # initial values and dropout
-    out: str = "runs/mtx"  # log, config and checkpoints
-    eval_every: Interval = 50  # steps; 0: only at the end
-    eval_batches: Step = 4  # global batches of held-out text
-    save_every: Interval = 0  # steps; 0: only at the end
-    keep: Step = 2  # the newest checkpoints that are kept
-    keep_every: Interval = 0  # steps; those saved at a multiple of it are kept as well; 0: none
-    resume: bool = True  # go on from the newest checkpoint in `out`, where there is one
-    track: tuple[Track, ...] = ()  # beside log.jsonl: whoever else is told of each step
+    steps: Step = 100  # optimizer steps, counted from the run's beginning
+    seed: Seed = 0  # seed for initial values and dropout
+    out: str = "runs/mtx"  # folder for the log, config and checkpoints
+    eval_every: Interval = 50  # steps between evaluations; 0: only at the end
+    eval_batches: Step = 4  # global batches of held-out text per evaluation
+    save_every: Interval = 0  # steps between checkpoints; 0: only at the end
+    keep: Step = 2  # how many of the newest checkpoints are kept
+    keep_every: Interval = 0  # also keep checkpoints at multiples of this many steps; 0: none
+    resume: bool = True  # continue from the newest checkpoint in `out`, if there is one
+    track: tuple[Track, ...] = ()  # trackers that record each step, besides log.jsonl
     profile: tuple[Interval, Interval] = (0, 0)  # first and last step of a profile; 0 0: none
 
     def __post_init__(self):
@@ -106,7 +106,7 @@ class RunConfig:
 
 
 def to_dict(config: DataclassInstance) -> dict:
-    """A config as plain nested dicts, as JSON gives them back."""
+    """A config as plain nested dicts and lists, as JSON reads them back."""
     return _as_lists(dataclasses.asdict(config))
 
 
@@ -152,7 +152,7 @@ _ONCE_SHARED = {
 
 
 def own_fields(model: dict) -> dict:
-    """A model's fields as saved while all families shared one config, without those of others."""
+    """A model's fields as saved when all families shared one config, without other families'."""
     config = family_module(model.get("family", ModelConfig.family)).CONFIG
     others = _ONCE_SHARED - {each.name for each in dataclasses.fields(config)}
     return {name: value for name, value in model.items() if name not in others}

@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face's format to ours and back."""
+"""Converts checkpoints of Hugging Face's format to ours and back."""

@@ -1,9 +1,9 @@
 """Whether a converted model computes what its source does: logits of random tokens.
 
-Our model runs with the parameters of our checkpoint, a layer in memory at a time. It is compared
-with transformers, which reads the other side by itself, or with our model again, whose parameters
-are read from the other side: that finds what was written or read wrongly, but not a mistake in a
-family's table of names. All in float32.
+Our model runs with the parameters of our checkpoint, one layer in memory at a time. It is compared
+with transformers, which reads the other side by itself, or with our model again, with its
+parameters read from the other side: this finds what was written or read wrongly, but not a mistake
+in a family's table of names. All in float32.
 
 Legend: B rows · S sequence · D hidden · V vocabulary
 """
@@ -42,7 +42,7 @@ _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is a hundredth of th
 class Comparison:
     """Logits of both sides."""
 
-    positions: int  # compared, each with all of the vocabulary
+    positions: int  # compared, each over the whole vocabulary
     largest_difference: float
     largest_logit: float  # in absolute value
     other: str  # what ours was compared with
@@ -60,22 +60,22 @@ class Comparison:
 
 
 class Outputs(NamedTuple):
-    """What a model gives for some tokens."""
+    """A model's outputs for some tokens."""
 
-    logits: np.ndarray  # [B, S, V]; of a model without a head [B, S, D]
-    order_B2: np.ndarray | None = None  # logits of BERT's binary head, where it has one
+    logits: np.ndarray  # [B, S, V]; [B, S, D] for a model without a head
+    order_B2: np.ndarray | None = None  # logits of BERT's binary head, if it has one
 
 
 def compare(
     model: ModelConfig, ours: Canonical, theirs: HuggingFaceModel, *, check: Check = "auto"
 ) -> Comparison:
-    """The same random tokens through our model and through theirs.
+    """Runs the same random tokens through our model and through theirs.
 
     check: "transformers", or "ours", our model with the parameters of `theirs`; "auto": the former
-    where it is installed and memory has room for all of the model. The first row's positions follow
-    each other, those of the second are spread from the first of the sequence to the last, from
+    if it is installed and memory has room for the whole model. The first row's positions are
+    consecutive; those of the second are spread from the first of the sequence to the last, from
     which transformers takes the base of "dynamic" rotary positions. UserError for
-    check="transformers" where that is not installed.
+    check="transformers" if that is not installed.
     """
     stream = np.random.default_rng(0)
     size = min(_MOST_POSITIONS, model.sequence)
@@ -106,7 +106,7 @@ def compare(
 def _with_images(
     model: Llava, tokens_BS: np.ndarray, stream: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, of which the first of each row stand for an image, their positions, pixels)"""
+    """(tokens, the first of each row standing for an image; their positions; pixels)"""
     seen = np.full((len(tokens_BS), model.patches), model.placeholder, np.int32)
     text_BS = np.where(tokens_BS == model.placeholder, 0, tokens_BS)
     tokens_BS = np.concatenate([seen, text_BS], axis=1)[:, : model.sequence]
@@ -116,7 +116,7 @@ def _with_images(
 
 
 def _largest(array: np.ndarray) -> float:
-    """In absolute value; infinite where there is one that is no number."""
+    """The largest absolute value; infinity if one of them is not a number."""
     largest = float(np.abs(array).max(initial=0.0))
     return largest if math.isfinite(largest) else math.inf
 
@@ -128,7 +128,7 @@ def our_outputs(
     config: ModelConfig, source: Canonical, tokens_BS, positions_BS, pixels=None, *,
     has_head: bool = True,
 ) -> Outputs:  # fmt: skip
-    """Of our own modules, with a layer, or embedding and head, in memory."""
+    """The outputs of our own modules, with embedding, head and one layer at a time in memory."""
     model = _model(config)
 
     def read(start: str, layer: int | None = None) -> dict[str, Any]:
@@ -156,14 +156,14 @@ def our_outputs(
         if norm is not None:
             x_BSD = layer_norm(x_BSD, norm["scale"], norm["bias"], config.norm_epsilon)
         return Outputs(np.asarray(x_BSD), order_B2)
-    every = x_BSD.reshape(-1, 1, config.hidden)  # position a row of its own
+    every = x_BSD.reshape(-1, 1, config.hidden)  # each position in a row of its own
     logits = model.next_logits(shared, {"x": every}, np.zeros(len(every), np.int32))
     return Outputs(np.asarray(logits).reshape(*tokens_BS.shape, -1), order_B2)
 
 
 @functools.lru_cache(maxsize=2)
 def _model(config: ModelConfig) -> Model:
-    """Of ours, in float32, without dropout and padding; compiled once for both sides."""
+    """Our model in float32, without dropout and padding; compiled once for both sides."""
     model = Model(
         replace(
             config, vocab_multiple=1, dropout=0.0, attention_dropout=0.0, compute_dtype="float32"
@@ -194,18 +194,18 @@ def _order(model: Model, shared: dict[str, Any], x_BSD: jax.Array) -> np.ndarray
 
 
 def _transformers_can(theirs: HuggingFaceModel) -> bool:
-    """Whether transformers is installed and memory has room for all of the model, in float32."""
+    """Whether transformers is installed and memory has room for the whole model, in float32."""
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
         return False
     needed = 2 * 4 * sum(math.prod(shape) for shape in theirs.shapes.values())
     try:
         return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not Linux: a model that any machine has room for
+    except (ValueError, OSError):  # not Linux: only a model that any machine has room for
         return needed < 2 << 30
 
 
 def _require_sizes(theirs: HuggingFaceModel, others: Iterable[tuple]) -> None:
-    """others: (tensor, its shape in the file, that of the model of config.json)"""
+    """others: (tensor, its shape in the file, its shape in the model of config.json)"""
     for name, written, asked in others:
         raise UserError(
             f"{theirs.directory}: {name} is {list(written)}, and {list(asked)} in the model of its "
@@ -217,7 +217,7 @@ def _transformers_outputs(
     theirs: HuggingFaceModel, tokens_BS, positions_BS, pixels=None
 ) -> tuple[Outputs, str]:
     try:
-        # Of mtx[peers], which pyright's machine need not have; with it, half of its time is theirs.
+        # From mtx[peers], which pyright's machine need not have: they would take half of its time.
         torch: Any = importlib.import_module("torch")
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -243,13 +243,13 @@ def _transformers_outputs(
             ids, places = (torch.tensor(a).long() for a in (tokens_BS, positions_BS))
             spans = theirs.model.objective == "spans"
             further = {"decoder_input_ids": ids} if spans else {"position_ids": places}
-            if pixels is not None:  # of each row's first image, which all of its places are for
+            if pixels is not None:  # of each row's first image, which all its places are for
                 first = normed_pixels(pixels[:, 0])
                 further["pixel_values"] = torch.tensor(np.asarray(first)).permute(0, 3, 1, 2)
             out = model(input_ids=ids, attention_mask=torch.ones_like(ids), **further)
     except UserError:
         raise
-    except Exception as error:  # whatever it makes of a config.json
+    except Exception as error:  # a config.json may make it raise anything
         raise UserError(
             f"transformers cannot run {theirs.directory}: {reason(error)}; use check='ours'"
         ) from error

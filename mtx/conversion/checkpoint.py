@@ -1,4 +1,4 @@
-"""A checkpoint of ours, read and written a layer at a time."""
+"""Our checkpoints, read and written one layer at a time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from mtx.step.trainer import Trainer
 
 _FLOAT32 = np.dtype(np.float32)
 _FILE_BYTES = 1 << 30
-_ADAPTER = "_lora."  # behind the name of the weight that it is beside
+_ADAPTER = "_lora."  # follows the name of the weight that the adapter is for
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
     """The shapes of a model's canonical arrays, by path, as in `mtx.huggingface`; without float8's
-    histories, which nobody else has."""
-    plain = Model(replace(model.without_fp8(), vocab_multiple=1))  # there is no padding
+    histories, which only we have."""
+    plain = Model(replace(model.without_fp8(), vocab_multiple=1))  # no padding
     leaves: dict[str, Any] = flatten_dict(plain.shapes, sep=".")
     layers = Counter(f"layers.{kind}" for kind in plain.pattern)
 
@@ -46,13 +46,13 @@ def canonical_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 class SavedParameters:
-    """The parameters of a checkpoint, as canonical arrays, as they are in `dtype`. Every block that
-    is read is checked."""
+    """The parameters of a checkpoint, as canonical arrays rounded to `dtype`. Every block that is
+    read is checked."""
 
     def __init__(
         self, store: Store, model: ModelConfig | None = None, *, dtype: np.dtype = _FLOAT32
     ):
-        """model: the checkpoint's, where it may have adapters; they are merged, W + scale A B."""
+        """model: the checkpoint's, if it may have adapters; they are merged, W + scale A B."""
         self._store, self._dtype = store, dtype
         self._lora = model if model is not None and model.lora_rank else None
         start = "params."
@@ -68,7 +68,7 @@ class SavedParameters:
         self._adapted = {path.partition(_ADAPTER)[0] for path in adapters}
 
     def expect(self, shapes: Mapping[str, Shape]) -> None:
-        """UserError where an array of these is not there, or is another."""
+        """UserError if one of these arrays is missing, or has another shape or dtype."""
         for path, shape in shapes.items():
             there = self._store.catalog.get(f"params.{path}")
             if there is None or there.shape != shape or there.dtype not in self._dtypes:
@@ -80,7 +80,7 @@ class SavedParameters:
 
     @property
     def _dtypes(self) -> set[np.dtype]:
-        """Frozen parameters are kept as they are computed with."""
+        """The dtypes of parameters. Frozen ones are kept in the dtype of their computations."""
         if self._lora is None:
             return {_FLOAT32}
         return {_FLOAT32, DTYPES[SHORT_NAMES[self._lora.compute_dtype]]}
@@ -94,7 +94,7 @@ class SavedParameters:
         return array.astype(self._dtype, copy=False).astype(np.float32, copy=False)
 
     def _product(self, model: ModelConfig, path: str, cut: Cut) -> np.ndarray:
-        """Part of scale A B, of layers."""
+        """Part of scale A B, for some layers."""
         layers = cut[:1]
 
         def read(name: str) -> np.ndarray:
@@ -108,7 +108,7 @@ class SavedParameters:
 
 
 def _start(cut: Cut, shape: Shape) -> Shape:
-    """Where that part of an array begins."""
+    """Where a cut begins in an array of this shape."""
     return *(rows.indices(n)[0] for rows, n in zip(cut, shape)), *(0,) * (len(shape) - len(cut))
 
 
@@ -120,14 +120,14 @@ def write_checkpoint(
     documents: Mapping[str, Any],
     report: Report = silent,
 ) -> None:
-    """Writes a checkpoint of step 0 into an empty directory: `source`'s parameters, and moments
-    that are zero, all of which share the same bytes of one file. Raises OSError."""
+    """Writes a checkpoint of step 0 into an empty directory: `source`'s parameters, and moments of
+    zero, which all share the same bytes of one file. Raises OSError."""
     shapes = source.shapes
     moments = _moments(run, shapes)
     total, done = sum(4 * math.prod(shape) for shape in shapes.values()), 0
     blocks: list[Block] = []
     for number, group in enumerate(_files(source)):
-        held = []  # what was, before the next is read
+        held = []  # frees the last group before the next is read
         for path, cut in group:
             start, values = _start(cut, shapes[path]), source.read(path, cut)
             held.append(Part(name=f"params.{path}", start=start, values=values))
@@ -148,7 +148,7 @@ def write_checkpoint(
 
 
 def _files(source: HuggingFaceModel) -> list[list[tuple[str, Cut]]]:
-    """What to write into each file, about as much as is held in memory at a time."""
+    """What to write into each file: about as much as is held in memory at a time."""
     files: list[list[tuple[str, Cut]]] = [[]]
     file_bytes = 0
     for path, shape in source.shapes.items():
@@ -163,7 +163,7 @@ def _files(source: HuggingFaceModel) -> list[list[tuple[str, Cut]]]:
 
 
 def _scalars(run: RunConfig) -> dict[str, np.ndarray]:
-    """Of the first state of a run."""
+    """The scalars of a run's first state."""
     scale = LossScale.start(run.optimizer, run.model.compute_dtype)._asdict()
     arrays = {"step": np.int32(0), "skipped": np.int32(0)}
     arrays |= {f"loss_scale.{name}": value for name, value in jax.device_get(scale).items()}
@@ -171,7 +171,7 @@ def _scalars(run: RunConfig) -> dict[str, np.ndarray]:
 
 
 def _moments(run: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The canonical shapes of the arrays in the optimizer's state, by name: a parameter's each."""
+    """The canonical shapes of the optimizer state's arrays, by name: each is its parameter's."""
     model = run.model.without_fp8()
     trainer = Trainer(RunConfig(model=model, optimizer=run.optimizer, global_batch=1))
     names = state_arrays(trainer.states.shapes.moments)
@@ -179,8 +179,8 @@ def _moments(run: RunConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def _write_zeros(path: Path, shapes: Mapping[str, Shape]) -> list[Block]:
-    """A file of as many zeros as the largest block has, and the blocks of the moments, all of
-    which lie at its start. The fingerprint of zeros is 0."""
+    """Writes a file with as many zeros as the largest block has. Returns the blocks of the moments,
+    all of which lie at its start. The fingerprint of zeros is 0."""
     blocks, most_bytes = [], 0
     for name, shape in shapes.items():
         for cut in parts(name.partition(".")[2], shape):

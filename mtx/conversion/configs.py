@@ -1,4 +1,4 @@
-"""Hugging Face's config.json to the config of one of our models and back, by what families say."""
+"""Hugging Face's config.json to the config of one of our models and back, as the families say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAMILIES = {kind.model_type: name for name, kind in _FOUND}
 
 
 def kind_of(config: Json, where: str) -> HuggingFace:
-    """What transformers calls its model; UserError, which begins with `where`, for none of ours."""
+    """The model type of a config.json; UserError, beginning with `where`, if it is none of ours."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in KINDS:
         raise UserError(f"{where}: {unknown_name('model_type', str(model_type), KINDS)}")
@@ -22,8 +22,8 @@ def kind_of(config: Json, where: str) -> HuggingFace:
 
 
 def read_config(config: Json, where: str) -> tuple[ModelConfig, list[str]]:
-    """The model that a config.json describes, for float32, and what is read in another way than it
-    is written. UserError, which begins with `where`, for a model that is not ours."""
+    """The model that a config.json describes, for float32, and what is read differently from how it
+    is written. UserError, beginning with `where`, for a model that is not ours."""
     kind = kind_of(config, where)
     fields = Fields(config, kind.defaults, where)
     fields.require("quantization_config", None)
@@ -43,7 +43,7 @@ def read_config(config: Json, where: str) -> tuple[ModelConfig, list[str]]:
 
 
 def kind_of_model(model: ModelConfig) -> HuggingFace:
-    """What transformers calls one of our models; UserError where it has none like it."""
+    """The model type in transformers of one of our models; UserError if it has none like it."""
     for kind in hugging_face_of(model.family):
         if kind.has(model):
             return kind

@@ -1,7 +1,7 @@
 """A Hugging Face directory to a run with a checkpoint, and a run's checkpoint to such a directory.
 
-Each is written beside its place under another name, compared with its source, and only then
-renamed: the target is there whole and compared, or not at all.
+The target is written beside its place under another name, compared with its source, and only then
+renamed: it is there whole and compared, or not at all.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from mtx.errors import UserError
 from mtx.paths import user_path
 
 CONVERTED = "converted"  # in a checkpoint's extra: nothing has been trained since
-_RENAMED = {  # what a BERT is without, as checkpoints of formats 1 and 2 note it
+_RENAMED = {  # what a BERT lacks, as checkpoints of formats 1 and 2 note it
     "head": "head.masked", "pooler": "head.pooler", "binary": "head.binary"
 }  # fmt: skip
-COMPANIONS = "huggingface"  # the folder of a run for what Hugging Face has beside the tensors
+COMPANIONS = "huggingface"  # a run's folder for Hugging Face's files beside the tensors
 _COMPANION_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
@@ -59,13 +59,13 @@ class Converted:
     target: Path
     model: ModelConfig
     parameters: int
-    comparison: Comparison | None  # None where it was not asked for
-    notes: tuple[str, ...]  # what is not as one might expect
+    comparison: Comparison | None  # None if it was not asked for
+    notes: tuple[str, ...]  # what one might not expect
 
 
 def is_huggingface(directory: Path) -> bool:
-    """Whether a directory is a Hugging Face model, a run with checkpoints otherwise. UserError
-    where it is neither."""
+    """Whether a directory is a Hugging Face model, as opposed to a run with checkpoints. UserError
+    if it is neither."""
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise UserError(
@@ -92,15 +92,14 @@ def to_checkpoint(
     check: Check = "auto",
     report: Report = silent,
 ) -> Converted:
-    """A run directory `target`, whose checkpoint of step 0 has the parameters of the Hugging Face
-    directory `source`. Training goes on from there, with moments of zero.
+    """Makes a run directory `target`, whose checkpoint of step 0 has the parameters of the Hugging
+    Face directory `source`. Training continues from there, with moments of zero.
 
     sequence: of the run, for a model whose parameters do not depend on it; by default all that the
-    model can take. tokenizer: a tokenizer.json, a folder that holds one, or "bytes"; by
-    default that of `source`. dtype: in which the run computes; by default that of the tensors.
-    run: instead of these, the one that is to go on from there. Raises UserError where the source
-    cannot be converted, the target is there already or cannot be written, and where the two sides
-    differ.
+    model can take. tokenizer: a tokenizer.json, a folder that holds one, or "bytes"; by default
+    that of `source`. dtype: the one that the run computes in; by default that of the tensors. run:
+    instead of these, the run that is to continue from there. Raises UserError if the source cannot
+    be converted, the target exists already or cannot be written, and if the two sides differ.
     """
     source, target = user_path(source, "source"), user_path(target, "target")
     theirs = HuggingFaceModel(source)
@@ -147,8 +146,8 @@ def model_to_train(
 
 
 def run_to_train(model: ModelConfig, tokenizer: str | None, eod: str, *, out: str) -> RunConfig:
-    """A run that goes on from a trained model, with values that are sane for most: a low learning
-    rate that falls to a tenth, 16 sequences a step. Its data are yet to be named."""
+    """A run that continues from a trained model, with values that suit most: a low learning rate
+    that falls to a tenth, 16 sequences a step. Its data are yet to be named."""
     masked = model.objective == "masked tokens"
     data = DataConfig(order="nsp" if masked else "sop", eod=eod)
     data = data if tokenizer is None else replace(data, tokenizer=tokenizer)
@@ -171,11 +170,11 @@ def to_huggingface(
     check: Check = "auto",
     report: Report = silent,
 ) -> Converted:
-    """A Hugging Face directory `target` with the parameters of a checkpoint of the run `source`.
+    """Makes a Hugging Face directory `target` with the parameters of a checkpoint of run `source`.
 
-    step: of the checkpoint; the newest by default. dtype: of the tensors; by default float32, and
-    for what was converted and not trained since what it was before. Tensors go into files of
-    `most_file_gb` at most; adapters are merged into the weights. Raises UserError as
+    step: of the checkpoint; the newest by default. dtype: of the tensors; by default float32 or,
+    for a model that was converted and not trained since, the dtype it had before. Tensors go into
+    files of `most_file_gb` at most; adapters are merged into the weights. Raises UserError as
     `to_checkpoint` does.
     """
     if not 0 < most_file_gb < math.inf:
@@ -214,7 +213,7 @@ def to_huggingface(
 
 
 def _tokens_of(model: ModelConfig, end: int | None, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of tokens that begin and end texts."""
+    """What a config.json says about tokens that begin and end texts."""
     if model.objective == "masked tokens" or (not model.causal and tokenizer == NONE):
         return {}
     base = {"model_type": kind_of_model(model).model_type}
@@ -229,7 +228,7 @@ def _tokens_of(model: ModelConfig, end: int | None, tokenizer: Mapping[str, Any]
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory that becomes `target` where nothing fails, and vanishes otherwise."""
+    """A directory that becomes `target` if nothing fails, and is removed otherwise."""
     place = target.absolute().parent / f".{target.name}.{os.getpid()}.partial"
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -248,7 +247,7 @@ def _count(shapes: Mapping[str, Shape]) -> int:
 
 
 def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str]:
-    """What training or evaluation of the converted model would otherwise be surprised by."""
+    """What could otherwise surprise whoever trains or evaluates the converted model."""
     notes = list(theirs.notes)
     if tokenizer is None:
         notes.append(
@@ -277,7 +276,7 @@ def _compared(
 
 
 def _copy_companions(source: Path, target: Path) -> None:
-    """The files that stand beside the tensors: config, tokenizer, how to generate."""
+    """Copies the files beside the tensors: config, tokenizer, how to generate."""
     for name in _COMPANION_FILES:
         if (source / name).is_file():
             target.mkdir(exist_ok=True)

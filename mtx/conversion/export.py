@@ -1,4 +1,4 @@
-"""A checkpoint for others: what safetensors, or Orbax with nothing of ours, reads.
+"""A checkpoint for others, which safetensors, or Orbax without any of our code, can read.
 
 Names, shapes and the order of layers are the checkpoint's own: `params.embed.tokens` is
 `embed.tokens` in model.safetensors, and ["params"]["embed"]["tokens"] with Orbax.
@@ -39,17 +39,17 @@ def export(
     dtype: DtypeName = "float32",
     optimizer: bool = False,
 ) -> int:
-    """Makes the folder `out`, whole or not at all; the number of parameters in it.
+    """Makes the folder `out`, whole or not at all; returns the number of parameters in it.
 
-    safetensors: model.safetensors, a few rows in memory at a time. With `optimizer`, its
-    state as optimizer.safetensors, float32 and named as AdamW's mu.<name> and nu.<name>, and the
-    numbers beside it (step, skipped, loss_scale) as state.json.
+    safetensors: model.safetensors, a few rows in memory at a time. With `optimizer`, also its state
+    as optimizer.safetensors, in float32 and named as AdamW's mu.<name> and nu.<name>, and the
+    numbers of its state (step, skipped, loss_scale) as state.json.
     orbax: a folder for `ocp.StandardCheckpointer().restore`: {"params": ...}, NumPy arrays in
     nested dicts; with `optimizer` also its state, as AdamW's "mu" and "nu", "step", "skipped" and
     "loss_scale". All of it has to fit into memory.
 
-    `dtype` is that of the parameters. Beside them lie run.json and tokenizer.json. Raises Damaged,
-    and UserError where `out` is there already or cannot be written.
+    `dtype` is that of the parameters. The folder also holds run.json and tokenizer.json. Raises
+    Damaged, and UserError if `out` exists already or cannot be written.
     """
     check_path("out", out)
     step = checkpoints.manifest(step).step
@@ -85,7 +85,7 @@ def _write_safetensors(
 
 
 def _write_tensors(store: Store, path: Path, names: dict[str, str], dtype: str) -> None:
-    """One file; `names` are the checkpoint's by those in the file."""
+    """Writes one file. names: the checkpoint's names, by those in the file."""
     shapes = {name: store.catalog[source].shape for name, source in names.items()}
 
     def values() -> Iterator[np.ndarray]:
@@ -107,7 +107,7 @@ def _write_orbax(
         return values.astype(DTYPES[SHORT_NAMES[dtype]]) if _is_of(name, "params") else values
 
     wanted = [name for name in names if optimizer or _is_of(name, "params")]
-    # Without room, Orbax's threads would tell it in tracebacks.
+    # If there is no room, Orbax's threads would say so in tracebacks.
     needed = sum(store.catalog[name].size_bytes for name in wanted)
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
@@ -115,7 +115,7 @@ def _write_orbax(
     tree = unflatten_dict({name: read(name) for name in wanted}, sep=".")
     try:
         with ocp.StandardCheckpointer() as writer:
-            writer.save(folder, tree, force=True)  # the folder is there, and empty
-    except (ValueError, RuntimeError) as error:  # TensorStore's: its last words are the system's
+            writer.save(folder, tree, force=True)  # the folder exists, and is empty
+    except (ValueError, RuntimeError) as error:  # TensorStore's, ending with the system's message
         reason = str(error).splitlines()[0].rpartition(": ")[2].partition(" [")[0]
         raise OSError(errno.EIO, reason) from error

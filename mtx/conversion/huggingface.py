@@ -1,7 +1,7 @@
 """A Hugging Face directory as our canonical arrays (`mtx.conversion.writing`: the other way).
 
 Both read and write a layer, or some rows of a table, at a time. Canonical arrays have paths such as
-"embed.tokens" and, of the layers of a kind, "layers.block.mlp.up.w" [L, ...] (`mtx.huggingface`).
+"embed.tokens" and, for the layers of a kind, "layers.block.mlp.up.w" [L, ...] (`mtx.huggingface`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 PART_BYTES = 64 << 20  # of a table at a time
-Cut = tuple[slice, ...]  # of an array's first dims: layers, or rows; and then rows of a layer
+Cut = tuple[slice, ...]  # of an array's first dims: layers, then maybe rows of a layer; or rows
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 silent: Report = lambda done_bytes, all_bytes: None  # noqa: E731
 
@@ -37,10 +37,10 @@ class Form:
     """How a directory holds a model."""
 
     dtype: str = "F32"  # as safetensors names it
-    absent: tuple[str, ...] = ()  # paths of parts that the model is without
-    bare: bool = False  # names are without their common prefix
+    absent: tuple[str, ...] = ()  # paths of parts that the model lacks
+    bare: bool = False  # names lack their common prefix
     architecture: str | None = None  # the class in transformers; None: that of a whole model
-    # Leaves that are float32 in any dtype, as `mtx.huggingface.Weight` says; None: all of those.
+    # Leaves with `mtx.huggingface.Weight.float32` that are float32 whatever `dtype` is; None: all.
     float32: Sequence[str] | None = None
 
 
@@ -50,13 +50,13 @@ class Canonical(Protocol):
     shapes: Mapping[str, Shape]
 
     def read(self, path: str, cut: Cut) -> np.ndarray:
-        """That part of an array, float32."""
+        """Part of an array, float32."""
         ...
 
 
 def parts(path: str, shape: Shape, *, finer: bool = False) -> Iterator[Cut]:
-    """What to read at a time: a layer, PART_BYTES of a table, or all of what is neither. finer: of
-    a layer as many rows, experts as a rule."""
+    """The cuts to read one at a time: a layer, PART_BYTES of a table, or all of any other array.
+    finer: PART_BYTES of a layer's rows, usually experts, instead of a layer."""
     if not is_of_layers(path):
         is_table = path.count(".") == 1
         for rows in _rows(shape, PART_BYTES if is_table else None):
@@ -72,7 +72,7 @@ def parts(path: str, shape: Shape, *, finer: bool = False) -> Iterator[Cut]:
 
 
 def _rows(shape: Shape, most_bytes: int | None) -> Iterator[slice]:
-    """All rows, so many bytes of float32 at a time."""
+    """All rows, at most `most_bytes` of float32 at a time; None: all at once."""
     rows = shape[0]
     if most_bytes is not None:
         rows = max(1, most_bytes // (4 * math.prod(shape[1:])))
@@ -81,14 +81,14 @@ def _rows(shape: Shape, most_bytes: int | None) -> Iterator[slice]:
 
 
 def cut_shape(cut: Cut, shape: Shape) -> Shape:
-    """Of that part of an array."""
+    """The shape of a cut of an array of this shape."""
     return *(len(range(*rows.indices(n))) for rows, n in zip(cut, shape)), *shape[len(cut) :]
 
 
 class HuggingFaceModel:
-    """A directory with config.json and safetensors, whole or in several files. Raises UserError
-    where it is no such directory, where its model is none of ours, and where a file is not whole;
-    `expect` says whether the tensors are those of the model."""
+    """A directory with config.json and safetensors, in one file or several. Raises UserError if it
+    is not such a directory, if its model is none of ours, and if a file is incomplete; `expect`
+    checks that the tensors are those of the model."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -98,7 +98,7 @@ class HuggingFaceModel:
         self.model, self.notes = read_config(self.config, where)
         self.names: Names = self.kind.names
         self.shapes: Mapping[str, Shape] = {}
-        self.absent: tuple[str, ...] = ()  # paths of parts that it is without; from `expect`
+        self.absent: tuple[str, ...] = ()  # paths of parts that it lacks; set by `expect`
         self._tensors = self._open()
         self.model = self.kind.as_there(self.model, self._tensors)
         self._pattern = self.model.stack().pattern
@@ -106,7 +106,7 @@ class HuggingFaceModel:
     # -- what there is ----------------------------------------------------------------------------
 
     def _open(self) -> dict[str, tuple[SafetensorsFile, str]]:
-        """The file and the name there of each tensor, by short name."""
+        """Each tensor's file, and its name in that file, by short name."""
         found: dict[str, tuple[SafetensorsFile, str]] = {}
         for path in self._paths():
             file = SafetensorsFile(path)
@@ -155,7 +155,8 @@ class HuggingFaceModel:
 
     @property
     def form(self) -> Form:
-        """Of the widest dtype, where they differ but for what is always float32. After `expect`."""
+        """How the directory holds the model; call after `expect`. Its dtype is the widest if they
+        differ, not counting what is always float32."""
         always = float32_of(self.names, self.shapes, self._pattern)
         dtypes = {short: file.tensors[name][0] for short, (file, name) in self._tensors.items()}
         there = {dtype for short, dtype in dtypes.items() if short not in always}
@@ -171,9 +172,9 @@ class HuggingFaceModel:
         )  # fmt: skip
 
     def expect(self, shapes: Mapping[str, Shape]) -> None:
-        """Takes the canonical arrays of these shapes to be what the tensors make up. Raises
-        UserError with the names of tensors that are missing, that belong to nothing, or that have
-        another shape; and where tied weights differ."""
+        """Requires that the tensors make up canonical arrays of these shapes. Raises UserError with
+        the names of tensors that are missing, that belong to nothing, or that have another shape;
+        and if tied weights differ."""
         self.names = self.kind.names_of(shapes, self._pattern)
         self.absent = tuple(part for part in self.names.optional if not self._has(part, shapes))
         self.shapes, arrays = dict(shapes), self.names.arrays(shapes, self._pattern)
@@ -241,12 +242,12 @@ class HuggingFaceModel:
         return file.read(there, rows)
 
     def is_finer(self, path: str) -> bool:
-        """Whether a part of a layer can be read."""
+        """Whether part of a layer can be read."""
         return self._weights[path][0].in_parts
 
     def read(self, path: str, cut: Cut) -> np.ndarray:
-        """Part of a canonical array: layers, or rows of a table. What the model is without has
-        the values of a new model: norms 1 and 0, biases 0, weights drawn anew."""
+        """Part of a canonical array: layers, or rows of a table. Parts that the model lacks have
+        the values of a new model: norms 1 and 0, biases 0, weights drawn at random."""
         shape, rows = self.shapes[path], cut[0]
         start, stop, _ = rows.indices(shape[0])
         if path.startswith(tuple(f"{part}." for part in self.absent)):
@@ -266,7 +267,8 @@ class HuggingFaceModel:
     def _of_layer(
         self, prefix: str, weight: Weight, shape: Shape, rows: slice, of_tensors: slice
     ) -> np.ndarray:
-        """Rows of a layer's array; all, unless it `is_finer`. of_tensors: those of its tensors."""
+        """Rows of a layer's array; all, unless it `is_finer`. of_tensors: the rows of its
+        tensors."""
         names = weight.tensor_names(shape)
         if weight.experts:
             each = len(weight.names)
@@ -296,7 +298,7 @@ def _new_values(path: str, shape: Shape, std: float) -> np.ndarray:
 
 
 def present(shapes: Mapping[str, Shape], absent: Iterable[str]) -> dict[str, Shape]:
-    """The shapes without those of some parts."""
+    """The shapes, except those of absent parts."""
     starts = tuple(f"{part}." for part in absent)
     return {path: shape for path, shape in shapes.items() if not path.startswith(starts)}
 
@@ -305,7 +307,7 @@ def present(shapes: Mapping[str, Shape], absent: Iterable[str]) -> dict[str, Sha
 
 
 def read_json(path: Path) -> Json:
-    """The table in a JSON file; UserError where there is none."""
+    """The table in a JSON file; UserError if there is none."""
     values = files.read_json(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no table but a {type(values).__name__}")

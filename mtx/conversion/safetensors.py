@@ -1,10 +1,10 @@
 """Tensors in Hugging Face's safetensors files: read by its library, a few rows at a time.
 
-Written by ourselves, because the library takes all tensors of a file at once, by their addresses in
-memory (`safetensors.numpy.save_file`): here a file is written while layers are read, none kept.
-A file is the length of its header (8 bytes, little endian), the header as JSON ({"name": {"dtype":
-"F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, offsets from its end on), and the
-tensors' bytes, row-major and little endian.
+We write them ourselves, because the library takes all tensors of a file at once, by their addresses
+in memory (`safetensors.numpy.save_file`): here a file is written while layers are read, and none
+are kept. A file is the length of its header (8 bytes, little endian), the header as JSON ({"name":
+{"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, with offsets counted from its
+end), and the tensors' bytes, row-major and little endian.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SHORT_NAMES = {dtype.name: short for short, dtype in DTYPES.items()}
 
 class SafetensorsFile:
     """The tensors of one file. Reads only the header at first, and later only what is asked for.
-    Raises UserError for a file that cannot be opened or is not whole."""
+    Raises UserError for a file that cannot be opened or is incomplete."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.tensors: dict[str, tuple[str, Shape]] = {}  # its dtype, as the format names it
+        self.tensors: dict[str, tuple[str, Shape]] = {}  # (dtype as the format names it, shape)
         try:  # not mapped into memory: a mapped file that shrinks kills the process
             self._file = safe_open(self.path, framework="numpy", backend="pread")
             for name in self._file.offset_keys():
@@ -50,7 +50,7 @@ class SafetensorsFile:
             raise UserError(f"{self.path} cannot be read: {reason(error)}") from error
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor, or some rows of it, in its own dtype; UserError where that is not in DTYPES."""
+        """A tensor, or some of its rows, in its own dtype; UserError if that is not in DTYPES."""
         dtype, shape = self.tensors[name]
         if dtype not in DTYPES:
             raise UserError(
@@ -72,9 +72,9 @@ def write_safetensors(
     dtype: str,
     float32: Collection[str] = (),
 ) -> None:
-    """A file of tensors of these shapes. values: the tensors in that order, or rows of them one
-    after the other; each is cast to `dtype`, or is of those in `float32`, written, and not kept.
-    Raises OSError."""
+    """Writes a file of tensors of these shapes. values: the tensors in that order, or rows of them
+    one after the other; each is cast to `dtype`, or to float32 if its name is in `float32`,
+    written, and not kept. Raises OSError."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     dtypes = {name: "F32" if name in float32 else dtype for name in shapes}
     end = 0

@@ -31,10 +31,10 @@ def own_tokenizer(
     theirs: HuggingFaceModel, named: str | None = None
 ) -> tuple[Tokenizer | None, str]:
     """The tokenizer of a directory, or the one that is `named` instead, and its end-of-document
-    token as DataConfig has it; None where there is no tokenizer.
+    token as in DataConfig; None if there is no tokenizer.
 
-    That token is the one that its files name, or else config.json. Raises UserError for a tokenizer
-    that cannot be read or has too many tokens.
+    That token is the one that the tokenizer's files name, or else config.json. Raises UserError for
+    a tokenizer that cannot be read or has too many tokens.
     """
     source, vocab = theirs.directory, theirs.model.vocab
     if named is None and not has_tokenizer(source):
@@ -59,11 +59,11 @@ def _load(name: str, theirs: HuggingFaceModel) -> tuple[Tokenizer, str]:
 
 
 def write_tokenizer(directory: Path, document: Mapping[str, Any]) -> int | None:
-    """Writes tokenizer.json and tokenizer_config.json for a checkpoint's tokenizer, where it has
-    one; the end-of-document token, where there is one. What is there already is left alone.
+    """Writes tokenizer.json and tokenizer_config.json for a checkpoint's tokenizer, if it has one.
+    Returns the end-of-document token, if there is one. Files that exist already are left alone.
 
-    An end-of-document token without a spelling gets GPT-2's. Of SentencePiece's a checkpoint has no
-    more than is needed here, so nothing is written.
+    An end-of-document token without a spelling gets GPT-2's. For SentencePiece's tokenizers, a
+    checkpoint has no more than mtx needs, so nothing is written.
     """
     if document == NONE:
         return None
@@ -83,7 +83,7 @@ def write_tokenizer(directory: Path, document: Mapping[str, Any]) -> int | None:
 
 
 def _bytes() -> tokenizers.Tokenizer:
-    """The 256 bytes as a byte-level BPE without merges, in which GPT-2 spells each as a letter."""
+    """The 256 bytes as a byte-level BPE without merges, each spelled as a letter as in GPT-2."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # those above 255 stand for the others
     own = [ord(letter) for letter in letters if ord(letter) < 256]
     vocab = dict(zip(letters, own + [byte for byte in range(256) if byte not in own]))

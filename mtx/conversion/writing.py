@@ -43,7 +43,7 @@ def write_model(
     """Writes config.json and the safetensors of `source` into an empty directory.
 
     base: a config.json whose other values are kept. Raises UserError for a value that float16
-    cannot hold, OSError where the disk says so.
+    cannot hold, OSError if writing fails.
     """
     pattern = model.stack().pattern
     names = kind_of_model(model).names_of(source.shapes, pattern)
@@ -95,7 +95,7 @@ def write_model(
 def _divide(
     tensors: Mapping[str, Shape], sizes: Mapping[str, int], most_bytes: int
 ) -> dict[str, dict[str, Shape]]:
-    """The tensors of each file, none of more than `most_bytes` unless one tensor is."""
+    """The tensors of each file; no file has more than `most_bytes`, unless one tensor has."""
     files: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in tensors.items():
@@ -120,7 +120,7 @@ def _refuse_overflow(name: str, tensor: np.ndarray, dtype: str) -> None:
 
 
 def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
-    """config.json: ours, and of `base` what ours does not speak of."""
+    """config.json: our values, and those of `base` for which we have none."""
     ours = config_of(model)
     if base.get("model_type") != ours["model_type"]:
         base = {}
@@ -128,7 +128,7 @@ def _whole_config(model: ModelConfig, form: Form, base: Json) -> Json:
     kept = {name: value for name, value in base.items() if name not in dropped}
     if form.architecture:
         ours["architectures"] = [form.architecture]
-    for part, table in ours.items():  # of a model made of several: a table for each
+    for part, table in ours.items():  # a model made of several has a table for each
         if isinstance(table, dict) and "model_type" in table:
             ours[part] = (kept.get(part) or {}) | table
     ours_of_text, kept_of_text = (each.get("text_config") or each for each in (ours, kept))

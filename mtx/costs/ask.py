@@ -1,5 +1,5 @@
-"""Costs by what is asked for: from the user's cache folder, or traced (`mtx.costs.trace`, which
-imports JAX) and then kept there, so that a model that was planned before is planned without JAX."""
+"""Look up costs: in the user's cache folder, or else from a trace (`mtx.costs.trace`, which imports
+JAX), which is then kept there, so that a model that was planned before is planned without JAX."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mtx.errors import UserError
 from mtx.families import family_module
 from mtx.files import replacing
 
-_ANY_KERNEL = "cudnn"  # where attention has no part; as layers are asked for, and modules shared
-_ANY = 0  # shards of experts, in a question of which there are costs with several numbers of them
+_ANY_KERNEL = "cudnn"  # for parts without attention: that of layers, so that modules are shared
+_ANY = 0  # for the shards of experts, in a question that is asked for several numbers of them
 
 
 def pattern_of(model: ModelConfig) -> tuple[str, ...]:
@@ -43,7 +43,8 @@ def layer_cost(
     context_attention: ContextAttention = "gather",
     experts: ExpertShards | None = None,
 ) -> Cost:
-    """The cost of one layer of that kind, with attention by that kernel, so over `context`."""
+    """The cost of one layer of that kind, with attention computed by `kernel`, and over `context`
+    by `context_attention`."""
     if experts and not _routes(model, kind):
         experts = None
     elif experts and tensor == 1:
@@ -54,7 +55,7 @@ def layer_cost(
         context_attention=context_attention if context > 1 else "gather",
         experts=experts._replace(expert=_ANY) if experts and shards > 1 else experts,
         sequence_parallel=sequence_parallel and tensor > 1,
-        kernel="cudnn" if kernel == "cudnn" else "blocked",  # others follow from model and slices
+        kernel="cudnn" if kernel == "cudnn" else "blocked",  # model and slices decide the rest
     )  # fmt: skip
     return _over_shards(question).cost(shards) if shards > 1 else _answer(question, Cost)
 
@@ -65,15 +66,15 @@ def _over_shards(question: Question) -> _OverShards:
 
 
 class _OverShards:
-    """The costs of a question, with `_ANY` shards of experts, by their number. Two numbers, any
-    two, say what the others are: so those that are asked for first are traced."""
+    """The costs of a question with `_ANY` shards of experts, by their number. The costs for any two
+    numbers determine all others, so only the first two that are asked for are traced."""
 
     def __init__(self, question: Question):
         self._question = question
         self._known: dict[int, Cost] = {}
 
     def cost(self, shards: int) -> Cost:
-        """With so many of them, two or more."""
+        """The cost with that many shards of experts, two or more."""
         if shards not in self._known and len(self._known) < 2:
             self._learn(shards)
         if shards not in self._known:
@@ -82,7 +83,7 @@ class _OverShards:
         return self._known[shards]
 
     def _learn(self, shards: int) -> None:
-        """From the file, where other processes add theirs, or traced."""
+        """Read costs from the file, where other processes add theirs, or else trace this one."""
         path, question = _path(self._question), self._question
         self._known |= (_read(path, dict[int, Cost]) if path else None) or {}
         if shards in self._known or len(self._known) > 1:
@@ -94,9 +95,9 @@ class _OverShards:
 
 
 def _spread(of_n: Any, of_m: Any, shards: tuple[int, int, int]) -> Any:
-    """A cost, or a part of one, with the last number of shards of experts, of those with n and m:
-    each number is the same with any, grows as they do (tokens at an expert), or has a part that
-    they share (experts of a device)."""
+    """A cost, or a part of one, for the last of three numbers of shards of experts, given those for
+    the first two. Each count is the same with any number, is proportional to it (tokens at an
+    expert), or has a part that the shards divide among them (experts of a device)."""
     if isinstance(of_n, tuple):
         parts = [_spread(*each, shards) for each in zip(of_n, of_m, strict=True)]
         return type(of_n)(*parts) if hasattr(of_n, "_fields") else tuple(parts)
@@ -113,8 +114,8 @@ def shared_cost(
     model: ModelConfig, part: str, *, tensor: int = 1, sequence_parallel: bool = False,
     context: int = 1,
 ) -> Cost:  # fmt: skip
-    """The cost of the embedding (EMBED) or of the head (HEAD), the vocabulary over `pipe` and
-    `tensor`."""
+    """The cost of the embedding (EMBED) or of the head (HEAD), with the vocabulary sharded over
+    `pipe` and `tensor`."""
     parallel = sequence_parallel and tensor > 1
     question = Question(
         model=model, part=part, tensor=tensor, sequence_parallel=parallel, context=context,
@@ -132,7 +133,7 @@ def _routes(model: ModelConfig, kind: str) -> bool:
 def model_parameters(
     model: ModelConfig, *, tensor: int = 1, experts: ExpertShards | None = None
 ) -> Parameters:
-    """Every parameter of the model; of layers, those of one."""
+    """Every parameter of the model; for layers, those of one layer of each kind."""
     question = Question(
         model=model, part=PARAMETERS, tensor=tensor, sequence_parallel=tensor > 1,
         kernel=_ANY_KERNEL, experts=experts and ExpertShards(expert_tensor=experts.expert_tensor),
@@ -152,7 +153,8 @@ def _answer(question: Question, kind: type) -> Any:
 
 
 def _path(question: Question) -> Path | None:
-    """Of the file for its answer; None: it would know neither the model's class nor its source."""
+    """The file for a question's answer; None for a model class other than its family's, since the
+    file's name would cover neither that class nor its source."""
     model = question.model
     if type(model) is not family_module(model.family).CONFIG:
         return None
@@ -160,7 +162,7 @@ def _path(question: Question) -> Path | None:
 
 
 def _read(path: Path, kind: Any) -> Any:
-    """The answer in a file; None where there is none that can be read."""
+    """The answer in a file; None if none can be read."""
     try:
         return _decode(kind, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -174,7 +176,8 @@ def _traced(question: Question) -> Any:
 
 
 def _decode(kind, value):
-    """JSON's lists as the records that they were: named tuples, and tuples and dicts of them."""
+    """Turn JSON's lists back into the records that they were: named tuples, and tuples and dicts of
+    them."""
     if hasattr(kind, "_fields"):
         return kind(*(_decode(of, each) for of, each in zip(_fields(kind), value, strict=True)))
     if get_origin(kind) is tuple:
@@ -191,7 +194,7 @@ def _fields(kind: type) -> tuple:
 
 
 def _keep(path: Path, answer: Any) -> None:
-    """Writes a file as a whole or not at all; a folder that cannot be written stays as it is."""
+    """Write a file as a whole or not at all; a folder that cannot be written is left as it is."""
     text = json.dumps(answer, separators=(",", ":"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +216,7 @@ def _fingerprint(question: Question) -> str:
 
 @cache
 def _sources() -> str:
-    """A checksum of all that a trace depends on: JAX's version, and the sources of layers."""
+    """A checksum of everything that a trace depends on: JAX's version and the sources of layers."""
     digest = hashlib.sha256(importlib.metadata.version("jax").encode())
     root = Path(__file__).parent.parent
     for path in sorted(_layer_sources(root)):

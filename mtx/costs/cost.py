@@ -14,11 +14,9 @@ from mtx.config import Layout, ModelConfig, Recompute
 from mtx.config.layout import ContextAttention, ExpertDispatch
 from mtx.layers.kernels import AttentionKernel
 
-Pass = Literal[
-    "F", "B", "W"
-]  # forward, input gradient with what is computed again, weight gradient
+Pass = Literal["F", "B", "W"]  # forward, input gradient including recomputation, weight gradient
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the compute type
-EMBED, HEAD, PARAMETERS = "(embed)", "(head)", "(parameters)"  # no kind of layer's name
+EMBED, HEAD, PARAMETERS = "(embed)", "(head)", "(parameters)"  # no kind of layer has these names
 
 
 class Size(NamedTuple):
@@ -41,28 +39,29 @@ class Matmul(NamedTuple):
     """`batch` products [m, k] x [k, n]."""
 
     during: Pass
-    weight: str  # the parameter that it reads, or whose gradient it makes; "": of activations alone
+    weight: str  # the parameter that it reads, or whose gradient it makes; "": of activations only
     batch: Size
     m: Size
     n: Size
     k: Size
     times: float = 1  # how often it runs: branches of a conditional are equally likely
-    seen: float = 1  # the share of it that attention's mask leaves
+    seen: float = 1  # the fraction of it that attention's mask leaves
     fused: bool = False  # in a kernel that keeps its result to itself
-    float8: bool = False  # of operands in float8
+    float8: bool = False  # its operands are in float8
 
     def shape(self, rows: int, vocab: int = 0) -> tuple[int, ...]:
         """(batch, m, n, k)"""
         return tuple(size.at(rows, vocab) for size in self[2:6])
 
     def flops(self, rows: int, vocab: int = 0) -> float:
-        """2 m n k each. One that adds up nothing is no matmul: compilers multiply elementwise."""
+        """2 m n k per product. With k = 1 nothing is summed, so it is not a matmul: compilers
+        multiply elementwise."""
         batch, m, n, k = self.shape(rows, vocab)
         return 2.0 * batch * m * n * k * self.times if k > 1 else 0.0
 
 
 class Collective(NamedTuple):
-    """bytes: of the whole array, gathered or not yet scattered, on one device."""
+    """bytes: the size of the whole array on one device, after gathering or before scattering."""
 
     during: Pass
     kind: str  # JAX's name: psum, all_gather, reduce_scatter, ppermute, all_to_all, pmax
@@ -73,7 +72,7 @@ class Collective(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Memory that kernels beside matmuls and collectives read and write."""
+    """Memory that kernels other than matmuls and collectives read and write."""
 
     during: Pass
     kernels: float
@@ -81,7 +80,7 @@ class Moved(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """elements: of the whole array; the vocabulary is that of all devices together."""
+    """elements: of the whole array, with the vocabulary of all devices together."""
 
     path: str
     role: str
@@ -91,7 +90,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """To an optimizer: see `MATRICES` of `mtx.sharding.parameter`."""
+        """Whether optimizers treat it as a matrix: see `MATRICES` of `mtx.sharding.parameter`."""
         return self.role in ("matrix", "adapter")
 
 
@@ -102,29 +101,30 @@ class Parameters(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """An array that is kept from F to B, and of which a part can go to the host."""
+    """An array that is kept from F to B, and part of which can go to the host."""
 
     length: int  # of the dim that is cut
     bytes: Size
 
 
 def dim_of_tokens(shape: Sequence[int]) -> int | None:
-    """The dim of an array that is cut: its longest after the first, which are the tokens where
-    sequences are long; None where it has no such."""
+    """The dim along which an array is cut: the longest after the first, which is the tokens' if
+    sequences are long; None if there is no such dim."""
     return max(range(1, len(shape)), key=lambda dim: shape[dim]) if len(shape) > 1 else None
 
 
 def on_host(arrays: Sequence[tuple[int, int]], fraction: float) -> tuple[int, ...]:
-    """Of each array, (length, bytes), how much of its length goes to the host: a fraction of the
-    bytes of all. Whole arrays go, the largest first as far as they fit, and of one, the smallest
-    that is left, the first part: what is in two parts must be put together again."""
+    """How much of each array's length goes to the host, so that `fraction` of all bytes do. arrays:
+    (length, bytes) of each. Whole arrays go, largest first, as far as they fit; then the first part
+    of one more, the smallest that is left, since an array in two parts must be put together
+    again."""
     left, gone = int(fraction * sum(size for _, size in arrays)), [0] * len(arrays)
     ordered = sorted(range(len(arrays)), key=lambda at: -arrays[at][1])
     for at in ordered:
         length, size = arrays[at]
         if size <= left:
             gone[at], left = length, left - size
-    stay = [at for at in ordered if arrays[at][1] and not gone[at]]  # of none there is no part
+    stay = [at for at in ordered if arrays[at][1] and not gone[at]]  # an empty one has no part
     if stay:
         length, size = arrays[stay[-1]]
         gone[stay[-1]] = left * length // size
@@ -132,8 +132,8 @@ def on_host(arrays: Sequence[tuple[int, int]], fraction: float) -> tuple[int, ..
 
 
 class Later(NamedTuple):
-    """One round of tokens that had no room at their experts in the first (`mtx.sharding.experts`).
-    It runs in a loop, as often as the fullest expert asks for."""
+    """One round of the tokens that had no room at their experts in the first
+    (`mtx.sharding.experts`). It runs in a loop, as often as the fullest expert needs."""
 
     matmuls: tuple[Matmul, ...] = ()
     collectives: tuple[Collective, ...] = ()
@@ -141,25 +141,26 @@ class Later(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one layer, or of the embedding or the head, on one device, for one microbatch."""
+    """The cost of one layer, or of the embedding or the head, on one device, for one microbatch."""
 
     matmuls: tuple[Matmul, ...]
     collectives: tuple[Collective, ...]
     moved: tuple[Moved, ...]
     kept: tuple[Size, ...]  # bytes, from F to B
-    deferred: tuple[Size, ...]  # bytes, from B to W where they are split
-    stream: tuple[Size, ...]  # bytes of what goes from layer to layer
-    cache: tuple[Size, ...]  # bytes of a sequence's keys and values, where it is cut into slices
+    deferred: tuple[Size, ...]  # bytes, from B to W if they are split
+    stream: tuple[Size, ...]  # bytes of the arrays passed from layer to layer
+    cache: tuple[Size, ...]  # bytes of a sequence's keys and values, if it is cut into slices
     cuts: tuple[Cut, ...]  # `kept` again, array by array
-    scores: Size  # elements of the largest product of activations that stands in memory
+    scores: Size  # elements of the largest product of activations that is stored in memory
     later: Later  # not counted above
 
     def flops(self, during: str, rows: int, vocab: int = 0) -> float:
-        """Of the matmuls of these passes, such as "F" or "BW"."""
+        """FLOPs of the matmuls in these passes, such as "F" or "BW"."""
         return sum(each.flops(rows, vocab) for each in self.matmuls if each.during in during)
 
     def on_host(self, fraction: float, rows: int) -> tuple[int, int]:
-        """Bytes of (what goes to the host, the array of which a part does)."""
+        """(bytes that go to the host, bytes of the array that goes only in part, or 0 without
+        one)"""
         arrays = [(cut.length, cut.bytes.at(rows)) for cut in self.cuts]
         parts = [(*array, gone) for array, gone in zip(arrays, on_host(arrays, fraction))]
         joined = (size for length, size, gone in parts if 0 < gone < length)
@@ -183,7 +184,7 @@ def module_of(path: str) -> str:
 
 
 class ExpertShards(NamedTuple):
-    """How experts are split, and given their tokens: fields of a layout."""
+    """How experts are split, and how they receive their tokens: fields of a layout."""
 
     expert: int = 1
     expert_tensor: bool = True
@@ -192,7 +193,7 @@ class ExpertShards(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, model: ModelConfig) -> ExpertShards | None:
-        """None of a model without experts."""
+        """The fields of a layout; None for a model without experts."""
         if not model.routed_experts:
             return None
         return cls(*(getattr(layout, name) for name in cls._fields))
@@ -211,4 +212,4 @@ class Question:
     slices: int = 1
     context: int = 1
     context_attention: ContextAttention = "gather"
-    experts: ExpertShards | None = None  # None: each has all, and room for no more than its share
+    experts: ExpertShards | None = None  # None: each device has all, with room for an even load

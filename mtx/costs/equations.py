@@ -1,6 +1,6 @@
 """The equations of a traced function: without nesting, in passes, and what they compute and move.
 
-Of equations without use, and of the same equation twice, one that is needed counts: so does XLA.
+Equations without use are not counted, and identical ones are counted once, as in XLA.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mtx.costs.fusion import Kernels
 from mtx.layers import fused
 from mtx.strand import Strand, divide, inputs_of, needed_of
 
-# Primes, beyond the factors of any model's numbers: so each array's size says how it grows.
+# Primes, larger than the factors of any model's numbers, so that an array's size says how it grows.
 ROWS, VOCAB = 16_381, 8_191
-_COLLECTIVES = {  # and which of their parameters has the axes
+_COLLECTIVES = {  # each with the parameter that holds its axes
     "psum": "axes", "pmax": "axes", "pmin": "axes", "all_gather": "axis_name",
     "reduce_scatter": "axis_name", "ppermute": "axis_name", "all_to_all": "axis_name",
 }  # fmt: skip
 _FUSED = (fused.FORWARD.name, fused.BACKWARD.name)
-_LATER = "while"  # a loop of a length that nobody knows: of mtx.sharding.experts
+_LATER = "while"  # a loop of unknown length: that of mtx.sharding.experts
 _NESTING = ("cond", "scan", _LATER)
-_ALIASES = {"name"}  # gives what it is given: what a policy of recomputation calls by a name
+_ALIASES = {"name"}  # returns its input: a name for a recomputation policy
 _OWN = frozenset(("dot_general", *_COLLECTIVES, *_FUSED, *_NESTING))
-Part = tuple[list, list]  # equations, and what they are for
-Tags = dict[Var, frozenset[str]]  # of what follows from parameters alone: which; of constants none
+Part = tuple[list, list]  # equations, and their outputs
+Tags = dict[Var, frozenset[str]]  # which parameters a value follows from, if from nothing else
 
 
 def size_of(number: int) -> Size:
@@ -43,7 +43,7 @@ def size_of(number: int) -> Size:
 
 
 def bytes_of(arrays: Iterable) -> tuple[Size, ...]:
-    """By how they grow."""
+    """Total bytes of the arrays, one `Size` for each way in which they grow."""
     found: Counter = Counter()
     for array in arrays:
         number, *powers = size_of(array.size)
@@ -53,7 +53,8 @@ def bytes_of(arrays: Iterable) -> tuple[Size, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Equations(Strand):
-    """Without any: of a scaled product they are several."""
+    """A strand without any nested functions, not even whole ones: a scaled product is several
+    equations."""
 
     @staticmethod
     def is_whole(eqn) -> bool:
@@ -69,7 +70,8 @@ class Equations(Strand):
         return (of_b, in_b + waits), (of_w, [var for var in outputs if var in made]), waits
 
     def tags(self, names: Mapping[int, str]) -> Tags:
-        """names: of parameters, by their place among the inputs."""
+        """The parameters that each value follows from, if it follows from nothing else; none for
+        constants. names: of parameters, by their position among the inputs."""
         tags: Tags = dict.fromkeys(self.constvars, frozenset())
         tags |= {self.invars[at]: frozenset({name}) for at, name in names.items()}
         for eqn in self.eqns:
@@ -77,14 +79,15 @@ class Equations(Strand):
         return tags
 
     def made(self, names: Mapping[int, str]) -> dict[Var, str]:
-        """For each value the parameter whose gradient it becomes; outputs as in `divided`."""
+        """For each value, the parameter whose gradient it becomes. names: of parameters, by the
+        position of their gradients among the outputs, as in `divided`."""
         made = {
             self.outvars[at]: name
             for at, name in names.items()
             if not isinstance(self.outvars[at], Literal)
         }
         for eqn in reversed(self.eqns):
-            if eqn.primitive.name == _LATER:  # each output goes on from an input of its own
+            if eqn.primitive.name == _LATER:  # each output continues an input
                 carried = eqn.invars[-len(eqn.outvars) :]
                 pairs = zip(carried, eqn.outvars, strict=True)
                 made |= {a: made[v] for a, v in pairs if v in made and not isinstance(a, Literal)}
@@ -103,7 +106,7 @@ def _follow(eqn, tags: Tags) -> None:
 
 
 class Reader:
-    """Adds up what passes compute and move."""
+    """Add up what passes compute and move."""
 
     def __init__(self):
         self.matmuls: list[Matmul] = []
@@ -111,13 +114,14 @@ class Reader:
         self.scores = Size(0)
         self.kernels: dict[Pass, float] = defaultdict(int)
         self.moved: dict[tuple[Pass, int, int], Any] = defaultdict(int)  # means over branches
-        self.later: Reader | None = None  # of one pass through each loop of unknown length
+        self.later: Reader | None = None  # of one iteration of each loop of unknown length
 
     def add(
         self, during: Pass, eqns: Sequence, outputs: Sequence, tags: Tags, *,
         made: Mapping[Var, str] | None = None, times: float = 1,
     ) -> None:  # fmt: skip
-        """made: of W, for each value the parameter whose gradient it becomes."""
+        """Add the equations of a pass. made: for W, the parameter whose gradient each value
+        becomes."""
         eqns, same = _each_once(eqns)
         for eqn in eqns:
             name = eqn.primitive.name
@@ -136,7 +140,8 @@ class Reader:
             self.moved[during, size.rows, size.vocab] += times * size.number
 
     def _within(self, during: Pass, eqn, tags: Tags, times: float) -> None:
-        """Branches, all equally likely, and loops; those of unknown length once, and apart."""
+        """Add the bodies of branches, all equally likely, and of loops; those of unknown length
+        count once, and separately."""
         reader = self
         bodies, inputs = eqn.params.get("branches", ()), eqn.invars[1:]
         share = times / max(1, len(bodies))
@@ -156,7 +161,7 @@ class Reader:
 
     @property
     def found(self) -> dict[str, Any]:
-        """Fields of a cost."""
+        """The fields of a cost."""
         later = self.later.found if self.later else {}
         return self._found | {
             "scores": self.scores,
@@ -197,7 +202,7 @@ class Reader:
         batch, queries, keys = map(size_of, (rows * heads, queries, keys))
         size, of_values = size_of(size), size_of(of_values)
         products = [(queries, keys, size), (queries, of_values, keys)]
-        if eqn.primitive is fused.BACKWARD:  # scores again, of the probabilities, of q, of k, of v
+        if eqn.primitive is fused.BACKWARD:  # scores again; gradients of probabilities, q, k, v
             products = [
                 (queries, keys, size), (queries, keys, of_values), (queries, size, keys),
                 (keys, size, queries), (keys, of_values, queries),
@@ -232,8 +237,8 @@ def _product(numbers: Iterable[int]) -> Size:
 
 
 def _each_once(eqns: Sequence) -> tuple[list, dict]:
-    """Without equations that compute what one before them has computed, and what stands for what
-    those made."""
+    """The equations without those that repeat an earlier one, and for each output of those left out
+    the variable that replaces it."""
     found, same, kept = {}, {}, []
     for eqn in eqns:
         inputs = [a if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]

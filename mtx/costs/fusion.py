@@ -1,13 +1,13 @@
-"""What a compiler's kernels read and write beside matmuls, collectives and attention, by one rule.
+"""What kernels other than matmuls, collectives and attention read and write, by one rule.
 
-Stored are the arguments and the results of a pass, what matmuls and the like read and make, and
-sums over rows. All else is computed where it is read, and again for each reader; so are sums along
-a row, stored or not. A kernel makes what is stored from what is stored; those that read the same
-are one, and so are sums over rows where one reads a part of what another does. A matmul, or a sum
-over rows, writes its result with what follows from it, from parameters and from numbers alone, as
-with a bias or a scale. A sum over rows in two steps is one.
-Reshaped, transposed or cut out an array is the same; cut out at an offset, as much of it is read as
-is cut out.
+Stored in memory are the arguments and the results of a pass, what matmuls and the like read and
+make, and sums over rows. Everything else is computed where it is read, once for each reader; so are
+sums along a row, even if they are stored. A kernel makes stored arrays from stored arrays. Kernels
+that read the same arrays are one, and so are sums over rows if one reads some of the arrays that
+another reads. A matmul, or a sum over rows, also writes what follows from its result together with
+parameters and numbers only, such as a bias or a scale. A sum over rows in two steps is one. A
+reshaped, transposed or sliced array counts as the array itself; if it is sliced at an offset, only
+the slice is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAME = {
 
 
 class Kernels:
-    """The kernels of a pass; own: the names of equations that are no part of one."""
+    """The kernels of a pass; own: the names of equations that are not part of any."""
 
     def __init__(self, eqns: Sequence, outputs: Sequence, tags, own: frozenset[str]):
         self.made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
@@ -42,12 +42,12 @@ class Kernels:
             self._add(var)
 
     def _inputs(self, var) -> int:
-        """How many arrays it is made from."""
+        """How many stored arrays a variable is made from."""
         eqn = self.made_by.get(var)
         return 0 if eqn is None else len(self._reads(eqn))
 
     def _views(self, var) -> Iterator:
-        """This, what it is a view of, and so on to an array."""
+        """A variable, the one that it is a view of, and so on down to an array."""
         while True:
             yield var
             eqn = self.made_by.get(var)
@@ -58,12 +58,12 @@ class Kernels:
                 return
 
     def _array(self, var):
-        """The one that this is a view of."""
+        """The array that a variable is a view of."""
         *_, array = self._views(var)
         return array
 
     def _part(self, var):
-        """What is read of the array that this is a view of: all, or what an offset cuts out."""
+        """The part that is read of the array under a view: all of it, or a slice at an offset."""
         for view in self._views(var):
             made = self.made_by.get(view)
             if made is not None and made.primitive.name == "dynamic_slice":
@@ -82,7 +82,7 @@ class Kernels:
             ends = made and (made.primitive.name == "dot_general" or _is_over_rows(made))
             second = ends and _is_over_rows(made) and _is_over_rows(eqn)
             if second or ends and self.uses[only] == 1 and only.aval.size == var.aval.size:
-                return  # written at once
+                return  # written along with that result
         if _is_over_rows(eqn):
             for others, (_, made) in self.groups.items():
                 if arrays <= others and all(_is_over_rows(self.made_by[each]) for each in made):
@@ -93,7 +93,8 @@ class Kernels:
             made.append(var)
 
     def _reads(self, eqn) -> dict:
-        """The stored arrays from which its result is computed, and what of each is read."""
+        """The stored arrays from which an equation's result is computed, each with the part that is
+        read."""
         found, seen, waiting = {}, set(), list(eqn.invars)
         while waiting:
             atom = waiting.pop()
@@ -112,12 +113,12 @@ class Kernels:
 
     @property
     def arrays(self) -> list:
-        """All that they read and write, each as often as it is."""
+        """All arrays that the kernels read and write, each as often as it is read or written."""
         return [var.aval for read, made in self.groups.values() for var in (*read, *made)]
 
 
 def _is_over_rows(eqn) -> bool:
-    """Whether it is a sum over other dims than the last ones."""
+    """Whether an equation is a sum over dims other than the last ones."""
     axes = eqn.params.get("axes")
     if not eqn.primitive.name.startswith("reduce_") or not axes:
         return False

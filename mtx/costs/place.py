@@ -1,8 +1,8 @@
 """Which layers each stage has: "balanced" weighs them by the FLOPs that a trace finds in them, of
-F, of B, and of W where there is something to train.
+F, of B, and of W if there is something to train.
 
-Embedding and head are counted, and are the same for all stages: the vocabulary is split over
-`pipe`, so that each of them computes as much.
+Embedding and head need no weight, as they are the same for all stages: the vocabulary is split over
+`pipe`, so that each stage computes as much of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from mtx.sizes import StageLayers
 def placement_of(
     model: ModelConfig, layout: Layout, virtual_stages: np.ndarray | None = None
 ) -> Placement:
-    """A model's layers on the chunks of a layout. virtual_stages: as `place_layers` has it; None:
-    in order, or up the stages and down again for tables that are made for two chunks."""
+    """The placement of a model's layers on the chunks of a layout. virtual_stages: as in
+    `place_layers`; None: in order, or up the stages and down again for tables that are made for two
+    chunks."""
     recompute = "full" if layout.stash == "inputs" else layout.recompute
     shape = layout.pipe, layout.virtual, layout.stage_layers
     row_a_chunk = layout.weave == "on"
@@ -57,13 +58,14 @@ def _place(
 
 
 def heaviest(model: ModelConfig, layout: Layout) -> float:
-    """FLOPs of the layers of a sequence on the virtual stage that has most."""
+    """FLOPs per sequence of the layers on the virtual stage that has the most."""
     costs, placement = np.array(layer_flops(model)), placement_of(model, layout)
     return float(np.where(placement.layer < 0, 0.0, costs[placement.layer]).sum(axis=-1).max())
 
 
 def layer_flops(model: ModelConfig, recompute: Recompute = "none") -> tuple[float, ...]:
-    """FLOPs of the matmuls of each layer in model order, of a sequence, forward and backward."""
+    """FLOPs of the matmuls of each layer, in model order, for one sequence, forward and
+    backward."""
     pattern = pattern_of(model)
     kinds = dict.fromkeys(pattern)
     if len(kinds) == 1:  # they are alike, and need not be traced

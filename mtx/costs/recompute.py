@@ -1,5 +1,5 @@
-"""F and B of a layer, and what they are where B computes again what a policy does not keep: what
-`jax.checkpoint` makes of the layer, from a trace of it without."""
+"""F and B of a layer when B recomputes what a policy does not keep: the passes that
+`jax.checkpoint` would make of the layer, from a trace of the layer without it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mtx.costs.equations import Equations
 from mtx.strand import variables_of
 from mtx.vjp import LayerVJP
 
-_CHECKPOINTS = "checkpoint", "remat", "remat2"  # as `mtx.strand.NESTED` has them
+_CHECKPOINTS = "checkpoint", "remat", "remat2"  # as in `mtx.strand.NESTED`
 
 
 class Passes(NamedTuple):
-    """What waits from F to B is the last that F gives, and the first that B takes."""
+    """F and B. What waits between them comes last among F's outputs and first among B's inputs."""
 
     forward: Equations
     backward: Equations
@@ -29,13 +29,13 @@ class Both:
     """F and B of a function's VJP, where B reads what F has made."""
 
     def __init__(self, vjp: LayerVJP, params: Any, stream: Any, given: tuple):
-        """params, stream, given: the examples by which it was traced."""
+        """params, stream, given: the examples that it was traced with."""
         self._forward, back = map(Equations.flat, (vjp.traced, vjp.traced_back))
         leaves = [len(jax.tree.leaves(each)) for each in (params, stream, given)]
         of_params, self._stream, of_given = _split(self._forward.invars, *leaves)
         end = len(self._forward.outvars) - len(vjp.residuals)
         self._outputs, residuals = _split(self._forward.outvars, end, len(vjp.residuals))
-        self._given = [*of_params, *of_given]  # to both passes
+        self._given = [*of_params, *of_given]  # inputs of both passes
         same = [*residuals, *self._given]
         known = dict(zip(back.invars[: len(same)], same, strict=True))
         self._dy = back.invars[len(same) :]
@@ -43,7 +43,8 @@ class Both:
         self._back = _equations(back, eqns, back.invars, _as(back.outvars, known))
 
     def passes(self, policy: Callable[..., Any]) -> Passes:
-        """policy: as `jax.checkpoint` has it; of an equation, whether what it gives is kept."""
+        """F and B under a policy, which says, as in `jax.checkpoint`, whether an equation's outputs
+        are kept."""
         forward, back = self._forward, self._back
         read = {*variables_of(back.outvars)}.union(*(variables_of(e.invars) for e in back.eqns))
         again = []
@@ -65,7 +66,7 @@ class Both:
 
 
 def has_checkpoints(traced: Any) -> bool:
-    """Whether a traced function, or one that it calls, is behind a `jax.checkpoint`."""
+    """Whether a traced function, or one that it calls, contains a `jax.checkpoint`."""
     for eqn in getattr(traced, "jaxpr", traced).eqns:
         inner = [
             each
@@ -83,7 +84,7 @@ def _keeps(policy: Callable[..., Any], eqn) -> bool:
 
 
 def _equations(of: Equations, eqns: list, inputs: Sequence, outputs: list) -> Equations:
-    """Those that the outputs need; also of loops and branches."""
+    """Only the equations that the outputs need, inside loops and branches as well."""
     made = of.part(eqns, inputs, outputs)
     needed, _ = dce_jaxpr(made.jaxpr, [True] * len(outputs), instantiate=True)
     return Equations(needed, made.constants)

@@ -1,10 +1,10 @@
-"""Layers, embedding and head traced for a device that is not there, and what their equations cost.
+"""Layers, embedding and head, traced for a device that is not there, and what their equations cost.
 
-A part is traced as the pipeline runs it (`mtx.vjp`): F, and the backward pass cut into B
-and W. Nothing is computed and no device is asked for. The microbatch and the vocabulary have sizes
-that divide no other number, so that each array's size says how it grows (`mtx.costs.cost.Size`).
+A part is traced as the pipeline runs it (`mtx.vjp`): F, and the backward pass cut into B and W.
+Nothing is computed and no device is needed. The microbatch and the vocabulary have sizes that
+divide no other number, so that each array's size says how it grows (`mtx.costs.cost.Size`).
 
-Of equations without use, and of the same equation twice, one that is needed counts: so does XLA.
+Equations without use are not counted, and identical ones are counted once, as in XLA.
 
 Legend: B rows · S sequence (s: shard)
 """
@@ -45,12 +45,12 @@ from mtx.sharding.mesh import Axes
 from mtx.sharding.parameter import QUANTISED
 from mtx.vjp import LayerVJP
 
-_PIPE = 2  # the vocabulary is sharded over stages too; on how many, nothing else depends
+_PIPE = 2  # the vocabulary is sharded over stages too; nothing else depends on their number
 Tree = Any
 
 
 def trace(question: Question) -> Cost | Parameters:
-    """What is asked for, of one device."""
+    """The answer to a question, for one device."""
     if question.part == PARAMETERS:
         return _Traced(question).parameters()
     plain = _traced(replace(question, recompute="none"))
@@ -61,7 +61,7 @@ def trace(question: Question) -> Cost | Parameters:
 
 @lru_cache(maxsize=32)
 def _traced(question: Question) -> _Traced:
-    """For each way to recompute, which is asked for soon."""
+    """Cached for the other ways to recompute, which will soon be asked for."""
     return _Traced(question)
 
 
@@ -91,12 +91,12 @@ class _Traced:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether a layer computes something again by itself: then what is computed again of all of
-        it does not follow from its trace."""
+        """Whether a layer recomputes something by itself: then its trace does not tell what a
+        policy for the whole layer recomputes."""
         return self._part.has_checkpoints
 
     def cost(self, recompute: Recompute) -> Cost:
-        """With that recomputed, beside what the trace has."""
+        """The cost with that recomputed, in addition to what the trace recomputes."""
         part = self.question.part
         if part in (EMBED, HEAD):
             return self._part.cost(jax.checkpoint_policies.everything_saveable)._replace(cuts=())
@@ -104,7 +104,7 @@ class _Traced:
 
     @cached_property
     def _part(self) -> _Part:
-        """Inside of a `shard_map` collectives know their axes."""
+        """The traced part; inside a `shard_map`, because collectives know their axes there."""
         found = []
 
         def run():
@@ -118,7 +118,7 @@ class _Traced:
             run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
         )
         with warnings.catch_warnings():
-            # ROWS times a sequence may be more than int32 counts, which no device is asked to.
+            # ROWS times a sequence may exceed int32, but no device is asked to count that far.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
             jax.eval_shape(body)
         return found[0]
@@ -129,7 +129,7 @@ class _Traced:
         return Parameters(tuple(self.model.pattern), shared, layers)
 
     def _tree(self, of: Tree, *names: str) -> Tree:
-        """The embedding and the head, or the layers of a kind, of a tree like the parameters."""
+        """The embedding and the head, or the layers of a kind, from a tree like the parameters."""
         return of["layers"][names[1]] if names[0] == "layers" else {n: of[n] for n in names}
 
     def _parameters(self, *names: str) -> tuple[Parameter, ...]:
@@ -147,7 +147,7 @@ class _Traced:
         return tuple(found)
 
     def _local(self, *names: str) -> Tree:
-        """The parameters of one device, as its layers are given them."""
+        """The parameters of one device, as its layers receive them."""
         dtype = jnp.dtype(self.model.config.compute_dtype)
 
         def cut(leaf, spec, role, inputs):
@@ -184,7 +184,7 @@ class _Traced:
         return jax.eval_shape(partial(self.model.context, 0), batch, samples, key)
 
     def stream(self, rows: int) -> Tree:
-        """Shapes of what goes from layer to layer; inside of the `shard_map`."""
+        """Shapes of the arrays passed from layer to layer; to be called inside the `shard_map`."""
         batch = self._batch(rows)
         shared, context = self._local("embed", "head"), self._context(batch, rows)
         return jax.eval_shape(self.model.embed, shared, batch, context)
@@ -192,7 +192,7 @@ class _Traced:
     def _trace(self) -> _Part:
         model, part, batch = self.model, self.question.part, self._batch(ROWS)
         context = self._context(batch, ROWS)
-        # Whatever the kind of layer and its dropout.
+        # The same for any kind of layer and any dropout.
         plain = replace(self.question.model, dropout=0.0, attention_dropout=0.0)
         stream = _stream(replace(self.question, model=plain, part=EMBED), ROWS)
         names = ("embed", "head") if part in (EMBED, HEAD) else ("layers", part)
@@ -215,8 +215,8 @@ def _stream(question: Question, rows: int) -> Tree:
 
 
 class _Part:
-    """`function(params, stream, context or batch, *cache)`, and its backward pass with gradients of
-    the parameters that are trained, traced."""
+    """Traces of `function(params, stream, context or batch, *cache)` and of its backward pass, with
+    gradients of the trained parameters."""
 
     def __init__(self, function, trained: Tree, params: Tree, stream: Tree, *given):
         vjp = LayerVJP(function, params, stream, *given, trained=trained)
@@ -239,7 +239,7 @@ class _Part:
         tags = backward.tags(after)
         read.add("B", *of_b, tags)
         read.add("W", *of_w, tags, made=backward.made(self._gradients))
-        # A number alone is a constant of the program, which nobody keeps.
+        # A scalar is a constant of the program, and is not kept.
         arrays = [var.aval for var in kept if var.aval.ndim]
         return Cost(
             stream=self._stream, cache=self._cache, deferred=_bytes([v.aval for v in deferred]),

@@ -1,4 +1,4 @@
-"""A user's files of arrays, .npy and .npz. What is wrong with one is a UserError."""
+"""Arrays in a user's files, .npy and .npz. Anything wrong with a file is a UserError."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from mtx.errors import UserError, reason
 from mtx.files import open_file
 
-_WRONG = (  # what numpy and zipfile raise for files that are not theirs
+_WRONG = (  # what numpy and zipfile raise for files of other formats
     ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, MemoryError, RuntimeError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 
 def read_array(path: Path) -> np.ndarray:
-    """What a .npy file holds, memory-mapped: a header that promises more than there is asks for no
-    memory."""
-    with open_file(path):  # refuses a pipe, which would be waited for
+    """The array in a .npy file, memory-mapped: a header that promises more data than there is
+    allocates no memory."""
+    with open_file(path):  # refuses a pipe, on which we would wait
         try:
             return np.lib.format.open_memmap(path, mode="r")
         except _WRONG as error:
@@ -28,7 +28,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """These of the arrays of an .npz."""
+    """The arrays with these names in an .npz file."""
     asked = f"{path} must hold the arrays {' and '.join(names)}"
     with open_file(path) as file:
         try:

@@ -1,7 +1,7 @@
-"""Samples to batches, and a corpus: what a run trains on, what it is judged on, whose tokens.
+"""Samples to batches, and a corpus: what a run trains and is evaluated on, and the tokenizer.
 
-B batch rows · S sequence. A batch is a pure function of the samples and the number of those that
-were consumed before it; that number is all the state there is.
+B batch rows · S sequence. A batch is a pure function of the samples and of how many of them were
+consumed before it; that number is the only state.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mtx.data.tokenizer_base import Tokenizer
 from mtx.errors import UserError, require_kind
 
 Batch = dict[str, np.ndarray]
-Rows = Sequence[int] | np.ndarray  # of a batch, by their numbers
+Rows = Sequence[int] | np.ndarray  # row numbers in a batch
 
 
 class SampleSource(Protocol):
-    """Samples by their number, epoch after epoch: those of GPT are int32 [sequence + 1]."""
+    """Samples by number, epoch after epoch; for GPT they are int32 [sequence + 1]."""
 
     sequence: int
-    distinct: int  # the samples before one is given twice
-    part_tokens: int  # of all its text
+    distinct: int  # how many samples come before one repeats
+    part_tokens: int  # tokens in all of its text
 
     def __getitem__(self, index: int) -> Any: ...
 
@@ -37,7 +37,7 @@ class Corpus:
     tokenizer: Tokenizer
     train: SampleSource
     held_out: SampleSource
-    source: str  # for people: where it comes from, and what is held out of it
+    source: str  # for people: where the samples come from, and what is held out
     make: Callable[..., Batch]  # `make_batch` or `make_bert_batch`
     packed: bool = False
 
@@ -46,7 +46,7 @@ class Corpus:
         return self.tokenizer.vocab
 
     def describe(self) -> str:
-        """One line: where from, how many tokens on each side, and the tokenizer."""
+        """One line: the source, the number of tokens on each side, and the tokenizer."""
         packed = "; documents packed" if self.packed else ""
         return (
             f"{self.source}; {self.train.part_tokens:,} tokens to train on, "
@@ -59,8 +59,8 @@ class Corpus:
         return self.make(self.train, consumed, rows, local=local)
 
     def eval_batches(self, count: int, rows: int, local: Rows | None = None) -> Iterator[Batch]:
-        """At most `count` held-out batches, always the same ones, each read when it is asked for;
-        where what is held out ends sooner, the last one is filled up with rows of weight 0."""
+        """At most `count` held-out batches, always the same ones, each read on demand. If the
+        held-out samples run out sooner, the last batch is padded with rows of weight 0."""
         last = min(count * rows, self.held_out.distinct)
         for first in range(0, last, rows):
             filled = min(rows, last - first)
@@ -78,11 +78,11 @@ def make_batch(
 ) -> Batch:
     """The `rows` (B) samples after the first `consumed`.
 
-    tokens int32 [B, S], targets int32 [B, S] (the tokens one place on) and weights float32 [B, S],
-    each target's weight in the loss, here 1. With `packed_at`, the end-of-document token, also
-    segments and positions of `pack_documents`.
-    local: the rows to read, where this process needs no others; filled: those that there are. The
-    others are zero, with weight 0, and cost nothing: their memory is never touched.
+    tokens int32 [B, S], targets int32 [B, S] (the tokens shifted by one) and weights float32
+    [B, S], each target's weight in the loss, here 1. With `packed_at`, the end-of-document token,
+    also the segments and positions of `pack_documents`.
+    local: the rows to read, if this process needs no others; filled: how many rows have samples.
+    All other rows are zero, with weight 0, and cost nothing: their memory is never touched.
     """
     shape = (rows, source.sequence)
     wanted = rows_to_read(consumed, rows, local, filled)
@@ -103,7 +103,7 @@ def make_batch(
 
 
 def rows_to_read(consumed: int, rows: int, local: Rows | None, filled: int | None) -> list[int]:
-    """Those of a batch that are wanted and there; see `make_batch`."""
+    """The rows of a batch that are wanted and have samples; see `make_batch`."""
     for name, number in (("consumed", consumed), ("rows", rows)):
         require_kind(name, number, (int, np.integer), "a whole number of samples")
     if consumed < 0 or rows < 1:
@@ -113,10 +113,10 @@ def rows_to_read(consumed: int, rows: int, local: Rows | None, filled: int | Non
 
 
 def pack_documents(tokens: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
-    """(segments, positions), int32 [B, S]: which of the row's documents a token of `tokens` [B, S]
-    belongs to, from 0, and its place therein. A document ends with the token `eod`.
+    """(segments, positions), int32 [B, S]: for each token of `tokens` [B, S], which of its row's
+    documents it belongs to, from 0, and its place in it. A document ends with the token `eod`.
 
-    As Megatron-LM's reset of attention mask and positions: attention is to stay in a segment.
+    This is Megatron-LM's reset of attention mask and positions: attention must stay in a segment.
     """
     begins = np.zeros(tokens.shape, bool)
     begins[:, 1:] = tokens[:, :-1] == eod
@@ -135,11 +135,11 @@ def read_ahead(
     threads: int = 2,
     ahead: int = 4,
 ) -> Iterator[Iterator[Batch]]:
-    """The batches of `rows` samples after the first `consumed`, one after the other.
+    """An iterator over the batches of `rows` samples after the first `consumed`, in order.
 
-    Those of `corpus.batch`, of which `ahead` are read by `threads` of this process before they are
-    asked for, by Grain: other processes would read no faster, as a sample is a copy from a mapped
-    file, and would have to send it. Raises what `corpus.batch` raises.
+    The batches are those of `corpus.batch`. Grain reads `ahead` of them in advance, with `threads`
+    threads of this process: other processes would read no faster, since a sample is a copy from a
+    mapped file, and would have to send it. Raises what `corpus.batch` raises.
     """
     import grain  # loads JAX, which this package does not need elsewhere
 

@@ -23,19 +23,19 @@ from mtx.files import Name
 
 
 class BertSample(NamedTuple):
-    """n of S places are taken."""
+    """A sample that takes n of S places."""
 
     tokens: np.ndarray  # int32 [n], some of them masked
-    targets: np.ndarray  # int32 [n], as they were
-    places: np.ndarray  # of those that are to be predicted, in rising order
-    second: int  # where the second text begins; n where there is none
+    targets: np.ndarray  # int32 [n], the tokens before masking
+    places: np.ndarray  # of the tokens to predict, in ascending order
+    second: int  # where the second text begins; n if there is none
     order: int  # see `Pair`
 
 
 class BertSamples:
     """The samples of some documents of a corpus."""
 
-    unit = "sentences"  # of which a part has a share
+    unit = "sentences"  # what a part has a share of
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class BertSamples:
         cache: Name | None = None,
         name: str = "the text",
     ):
-        """part: of the documents, by default all. Raises UserError as `Pairs` does."""
+        """part: which documents, by default all. Raises UserError as `Pairs` does."""
         self.data, self.vocab, self.sequence, self._name = source, vocab, sequence, name
-        self.cut = part is not None and part.cut is not None  # whether it has a share of each
+        self.cut = part is not None and part.cut is not None  # whether it has a share of each one
         self._masking = Masking(fraction=config.mask_fraction, run=config.mask_run)
         self._seed = config.seed
         special = 2 if config.order == "none" else 3
@@ -68,7 +68,8 @@ class BertSamples:
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> BertSample:
-        """Sample `index`: the same pair as one epoch before, cut and masked in another way."""
+        """Sample `index`. Each epoch has the same spans of sentences, but cuts and masks them
+        anew."""
         rng, special = rng_of(self._seed, index), self.vocab.special
         first, second, order = self._pairs.pair(index, rng)
         parts = [[special.cls], first, [special.sep]]
@@ -89,8 +90,8 @@ def make_bert_batch(
     filled: int | None = None,
     pad: int,
 ) -> Batch:
-    """As `make_batch`: tokens int32 [B, S], targets int32 [B, S], weights float32 [B, S] (1 where a
-    token is to be predicted), types int32 [B, S] (1 in the second text and at its end), segments
+    """Like `make_batch`: tokens int32 [B, S], targets int32 [B, S], weights float32 [B, S] (1 where
+    a token is to be predicted), types int32 [B, S] (1 in the second text and its [SEP]), segments
     int32 [B, S] (0 for padding, 1 for the rest) and order int32 [B]. Rows that are not read are
     padding, the token `pad`, with weight 0 and order -1.
     """
@@ -115,14 +116,14 @@ def make_bert_batch(
 def batch_maker(
     tokenizer: Tokenizer, vocab: BertVocab | None, *, packed: bool
 ) -> Callable[..., Batch]:
-    """`make_bert_batch`, where there is a BERT's `vocab`, or else `make_batch`."""
+    """`make_bert_batch` if there is a BERT's `vocab`, otherwise `make_batch`."""
     if vocab is not None:
         return functools.partial(make_bert_batch, pad=vocab.special.pad)
     return functools.partial(make_batch, packed_at=tokenizer.eod if packed else None)
 
 
 def divide_documents(dataset: IndexedDataset, config: DataConfig, part: str) -> Division:
-    """What a part has of the documents: whole ones where those make samples, or else sentences."""
+    """A part's share of the documents: whole ones if these make samples, otherwise sentences."""
     least, documents = least_sentences(config.order), 2 if config.order == "nsp" else 1
     return divide(
         np.diff(dataset.documents), config.split, part, by=config.split_by,

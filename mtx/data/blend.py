@@ -1,10 +1,10 @@
 """Several corpora as one: which sample of which dataset each sample of a blend is.
 
-Megatron-LM's choice is greedy: the next sample is of the dataset that is furthest behind its share.
-One loop over the samples would take minutes for a long run. But two walks that differ by a few
-samples soon make the same choices: so we start walks at many places at once from guessed counts,
-and keep the result only if each walk ends in the counts that the next one began with; then it is
-that of one long walk, bit for bit.
+Megatron-LM's choice is greedy: the next sample comes from the dataset that is furthest behind its
+share. One loop over the samples would take minutes for a long run. But two walks that differ by a
+few samples soon make the same choices: so we start walks at many places at once from guessed
+counts, and keep the result only if each walk ends with the counts that the next one began with; it
+is then equal to that of one long walk, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mtx.errors import UserError
 from mtx.files import Name
 
 _WALK = 4096  # steps of a walk, at least
-_LEAD = 256  # steps that a walk takes before its first one that counts, and 64 a dataset
+_LEAD = 256  # steps that a walk takes before its first that counts, plus 64 per dataset
 _MOST_WALKS = 8192
 
 
 def read_blend(names: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of "0.7 corpus 0.3 code", as Megatron-LM's users write it; without
-    weights, all names are prefixes and the weights None."""
+    """(prefixes, weights) from names such as "0.7 corpus 0.3 code", as Megatron-LM's users write
+    them. Without weights, all names are prefixes and the weights are None."""
     weights = {}  # by place
     for place, name in enumerate(names):
         with contextlib.suppress(ValueError):
@@ -46,7 +46,7 @@ def read_blend(names: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 
 def normalize_weights(weights: Sequence[float]) -> np.ndarray:
-    """`weights` that add up to 1, float64. UserError where they are negative or all zero."""
+    """`weights` scaled to add up to 1, float64. UserError if they are negative or all zero."""
     values = np.array(weights, np.float64)
     if not len(values) or not np.isfinite(values).all() or (values < 0).any():
         raise UserError(f"weights={_listed(weights)} must be numbers of at least 0")
@@ -56,13 +56,13 @@ def normalize_weights(weights: Sequence[float]) -> np.ndarray:
 
 
 def request_samples(samples: int, weight: float) -> int:
-    """What a blend of `samples` asks of a dataset of this weight: its share and half a percent,
-    since the greedy choice may take a few more than the share."""
+    """How many samples a blend of `samples` asks of a dataset of this weight: its share plus half a
+    percent, since the greedy choice may take a few more than the share."""
     return math.ceil(math.ceil(samples * weight) * 1.005)
 
 
 def shares_of(weights: Sequence[float], datasets: Sequence) -> np.ndarray:
-    """The normalized weights of `datasets`; UserError for one of weight 0."""
+    """The normalized weights of `datasets`; UserError if one of them is 0."""
     if len(weights) != len(datasets):
         raise UserError(f"{len(weights)} weights are not one for each of {len(datasets)} datasets")
     shares = normalize_weights(weights)
@@ -72,12 +72,12 @@ def shares_of(weights: Sequence[float], datasets: Sequence) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Samples of several datasets in the proportion of `weights`, or all of them.
+    """Samples of several datasets in the proportions of `weights`, or all of their samples.
 
-    weights: `samples` in that proportion, each dataset over as many epochs as it takes. None: every
-    sample of each dataset's epoch once, in proportion throughout; samples is then of no account.
-    `endless`: each dataset is, and of a blend by weights the first samples are the same whatever
-    `samples` is. cache: see `cached_arrays`.
+    weights: `samples` samples in these proportions, each dataset over as many epochs as it takes.
+    None: every sample of each dataset's epoch once, in proportion throughout; samples is then None.
+    `endless`: every dataset is endless, and the first samples of a blend by weights are the same
+    whatever `samples` is. cache: see `cached_arrays`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BlendedDataset:
         cache: Name | None = None,
     ):
         """datasets: GPTDataset or BertSamples. Raises UserError for weights that are not above 0,
-        or without samples."""
+        and for weights without samples or samples without weights."""
         if (weights is None) != (samples is None):
             raise UserError("a blend takes weights and samples together, or neither of them")
         self.datasets, self.sequence = datasets, datasets[0].sequence
@@ -104,7 +104,7 @@ class BlendedDataset:
             description["weights"] = [share.hex() for share in shares]
 
         def build() -> Arrays:
-            # Shares are normalized a second time, as Megatron-LM does: it may change a last bit.
+            # Shares are normalized a second time, as Megatron-LM does; it may change the last bit.
             walked = blend_all(sizes) if samples is None else blend_by_weights(shares, samples)
             return {"dataset": walked[0], "sample": walked[1]}
 
@@ -112,7 +112,7 @@ class BlendedDataset:
         self._dataset, self._sample = arrays["dataset"], arrays["sample"]
         self._all_endless = endless and not shares
         epochs = (int(size / share) for size, share in zip(sizes, shares))
-        self.distinct = min([len(self), *epochs])  # samples before one is given twice
+        self.distinct = min([len(self), *epochs])  # how many samples come before one repeats
         taken = np.bincount(self._dataset, minlength=len(sizes))
         for dataset, count, size in zip(datasets, taken.tolist(), sizes, strict=True):
             if count > size and not endless:
@@ -136,14 +136,14 @@ class BlendedDataset:
 def blend_by_weights(weights: Sequence[float], samples: int) -> tuple[np.ndarray, np.ndarray]:
     """(dataset int16 [samples], sample in it int64 [samples]) of a blend by `weights`.
 
-    At step i it is the dataset with the largest weight * max(i, 1) - samples so far, the first of
+    Step i takes the dataset with the largest weight * max(i, 1) - samples so far, the first of
     equals.
     """
     return _walk(normalize_weights(weights), None, samples)
 
 
 def blend_all(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """As `blend_by_weights`, with every sample of datasets of these sizes exactly once."""
+    """Like `blend_by_weights`, but every sample of datasets of these sizes exactly once."""
     total = sum(sizes)
     return _walk(normalize_weights(sizes), np.array(sizes, np.int64), total)
 
@@ -154,16 +154,16 @@ def _walk(
     if len(weights) > np.iinfo(np.int16).max:
         raise UserError(f"{len(weights):,} datasets are too many for a blend; merge some of them")
     walks = max(1, min(_MOST_WALKS, samples // _WALK))
-    steps = samples // walks  # of each; what is left over is walked at the end
+    steps = samples // walks  # of each walk; the remainder is walked at the end
     first = np.arange(walks, dtype=np.int64) * steps
     lead = min(_LEAD + 64 * len(weights), steps)
-    before = np.maximum(first - lead, 0)  # the first walk begins where it must, without a lead
+    before = np.maximum(first - lead, 0)  # the first walk begins at 0, without a lead
     begin, _, _ = _advance(_guess(weights, before), weights, sizes, before, lead)
     begin[0] = 0
     end = np.empty_like(begin)
     dataset, sample = np.empty((walks, steps), np.int16), np.empty((walks, steps), np.int64)
     open_walks = np.arange(walks)
-    while len(open_walks):  # each round ends at least one walk; nearly always the first, all
+    while len(open_walks):  # each round finishes a walk or more, nearly always all at once
         end[open_walks], dataset[open_walks], sample[open_walks] = _advance(
             begin[open_walks], weights, sizes, first[open_walks], steps
         )
@@ -175,10 +175,10 @@ def _walk(
 
 
 def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Counts [walks, datasets] after about so many `steps` [walks]: the shares, rounded down.
+    """Counts [walks, datasets] after about `steps` [walks] steps: the shares, rounded down.
 
-    A small dataset that is behind is soon chosen, but one that is ahead stays so for 1/weight
-    steps; so what is left is given to the large ones.
+    A small dataset that is behind is chosen soon, but one that is ahead stays ahead for 1/weight
+    steps; so the remainder goes to the large ones.
     """
     shares = np.floor(steps[:, None] * weights)
     left = np.round((steps - shares.sum(axis=1))[:, None] * np.cumsum(weights))
@@ -188,8 +188,9 @@ def _guess(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
 def _advance(
     counts: np.ndarray, weights: np.ndarray, sizes: np.ndarray | None, first: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Walks of `steps` steps from step `first` [walks] and `counts` [walks, datasets] on: the
-    counts then (whole numbers in float64), and dataset and sample [walks, steps] of each step."""
+    """Walks `steps` steps on from step `first` [walks] and `counts` [walks, datasets]. Returns the
+    counts after them (whole numbers in float64), and the dataset and sample of each step
+    [walks, steps]."""
     counts, walks = np.array(counts, np.float64), np.arange(len(first))
     dataset = np.empty((len(first), steps), np.int16)
     sample = np.empty((len(first), steps), np.int64)
@@ -199,7 +200,7 @@ def _advance(
         np.multiply(place[:, None], weights, out=behind)
         behind -= counts
         if sizes is not None:
-            behind[counts >= sizes] = -np.inf  # it has no more
+            behind[counts >= sizes] = -np.inf  # it has no samples left
         best = behind.argmax(axis=1)  # the first of equals
         dataset[:, step] = best
         sample[:, step] = counts[walks, best]

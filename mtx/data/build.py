@@ -1,7 +1,7 @@
-"""Text files to an indexed dataset, in many processes, the same whatever their number.
+"""Text files to an indexed dataset, in many processes; the result does not depend on their number.
 
-One process reads and writes; the others decode and tokenize chunks of about half a megabyte. A few
-chunks a process wait at most, so memory does not grow with the files.
+One process reads and writes; the others decode and tokenize chunks of about half a megabyte. At
+most a few chunks per process wait, so memory does not grow with the files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mtx.sizes import Processes
 
 Level = Literal["document", "sentence"]
 
-_WAITING = 3  # chunks a process
-# A line's end, or . ! ? with what closes after it, before a blank and what opens a sentence.
+_WAITING = 3  # chunks per process
+# A line's end, or . ! ? with closing quotes or brackets, before a blank and a sentence's opening.
 _SENTENCE_END = re.compile(
     r"""\n+|[.!?]+["'\u201d\u2019)\]]*(?=\s+["'\u201c\u2018(\[]*[A-Z0-9\u00c0-\u00de])|[\u3002\uff01\uff1f]+"""
 )
@@ -41,7 +41,7 @@ _NO_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|No|cf|e\.g|i\.e)|\b[A-Z])
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a worker has to know."""
+    """What a worker needs to know."""
 
     tokenizer: str = "bytes"  # or a file or folder, as `load_tokenizer` takes it
     eod: str = "auto"  # the end-of-document token: its name or number, auto, or none
@@ -49,7 +49,7 @@ class Recipe:
     reading: Reading = Reading()
 
     def load(self) -> Tokenizer:
-        """BERT's documents have no end token unless one is asked for."""
+        """The tokenizer; for BERT, documents have no end token unless one is asked for."""
         bert = self.level == "sentence" and self.eod == "auto"
         return load_tokenizer(self.tokenizer, eod="none" if bert else self.eod)
 
@@ -60,29 +60,29 @@ class Built:
 
     dataset: IndexedDataset
     empty: int  # documents without a token, left out
-    text_bytes: int  # unpacked
+    text_bytes: int  # after decompression
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far it is."""
+    """How far the build has come."""
 
-    read_bytes: int  # of the files, packed as they are
+    read_bytes: int  # of the files, before decompression
     total_bytes: int
-    text_bytes: int  # unpacked
+    text_bytes: int  # after decompression
     tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """A chunk's tokens [n], lengths of sequences and counts of sequences in documents."""
+    """A chunk's tokens [n], lengths of its sequences, and counts of sequences in its documents."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
     text_bytes: int
     empty: int = 0  # documents left out
-    only_end: bool = False  # the last part of a document, without a token of text
+    only_end: bool = False  # it is the last part of a document, and has no token of text
 
 
 def build_dataset(
@@ -95,9 +95,10 @@ def build_dataset(
 ) -> Built:
     """Writes `<prefix>.bin`, `.idx` and `.json` from the files and folders named in `inputs`.
 
-    The files' order is that of their names, the documents' theirs in the files. processes: 1 works
-    in this process, None has one for each CPU. `report` is called after each chunk.
-    Raises UserError for inputs that cannot be read or hold no text; then nothing is written.
+    Files are in the order of `inputs` and, within a folder, of their paths; documents are in their
+    order in the files. processes: 1 works in this process, None uses one for each CPU. `report` is
+    called after each chunk.
+    Raises UserError for inputs that cannot be read or hold no text; nothing is written then.
     """
     if processes is None:
         affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
@@ -110,7 +111,7 @@ def build_dataset(
     cuts = tokenizer.cuts if recipe.level == "document" else None
     chunks = read_chunks(files, recipe.reading, cuts=cuts, most_characters=MOST_CHARACTERS)
     empty = text_bytes = read_bytes = 0
-    begun = False  # whether a document has tokens in the chunks before
+    begun = False  # whether an unfinished document has tokens in earlier chunks
     with IndexedWriter(prefix, dtype, identity=tokenizer.identity) as writer:
         for chunk, encoded in _encode_all(chunks, recipe, tokenizer, processes):
             text_bytes += encoded.text_bytes
@@ -136,7 +137,7 @@ def split_sentences(text: str) -> list[str]:
     """The sentences of `text`, without the blanks around them.
 
     A sentence ends with its line, or at . ! ? before a capital or a digit, but not after a few
-    abbreviations and initials. Where that is too simple, give the sentences as a JSON list.
+    abbreviations and initials. If that is too simple, give the sentences as a JSON list.
     """
     sentences, start = [], 0
     for end in _SENTENCE_END.finditer(text):
@@ -152,7 +153,7 @@ def split_sentences(text: str) -> list[str]:
 def _encode_all(
     chunks: Iterable[Chunk], recipe: Recipe, tokenizer: Tokenizer, processes: int
 ) -> Iterator[tuple[Chunk, _Encoded]]:
-    """Each chunk with what it became, in order."""
+    """Each chunk with its encoding, in order."""
     if processes == 1:
         yield from ((chunk, _encode_chunk(chunk, recipe, tokenizer)) for chunk in chunks)
         return
@@ -180,8 +181,8 @@ def _encode_all(
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
 
 
 @functools.lru_cache(maxsize=1)

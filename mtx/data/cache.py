@@ -1,8 +1,8 @@
-"""Arrays on disk under the hash of what decides them: made once, read by many.
+"""Arrays on disk, under the hash of what determines them: made once, read by many.
 
-An entry is a folder, `<cache>/<hash>`, with one .npy an array, and it appears by one rename. So
-processes that build the same entry at once do not disturb each other: all make the same, the first
-to finish is kept, and on disks that are not shared each has its own.
+An entry is a folder, `<cache>/<hash>`, with one .npy per array, and it appears by a single rename.
+So processes that build the same entry at once do not disturb each other: all make the same arrays,
+the first to finish is kept, and on disks that are not shared each has its own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Arrays = dict[str, np.ndarray]
 
 
 class CacheError(UserError):
-    """The folder cannot be written; without a folder it would go."""
+    """The folder cannot be written; without a folder the arrays could be built."""
 
 
 def cached_arrays(folder: Name | None, description: dict, build: Callable[[], Arrays]) -> Arrays:
-    """What `build` gives, from `folder` (read-only, memory-mapped) if it is there, and kept there
-    if it is not; folder None: built, and kept nowhere. description: plain values that decide the
-    arrays. CacheError where the folder cannot be written, UserError where an entry is damaged."""
+    """The arrays that `build` gives: read from `folder` (read-only, memory-mapped) if they are
+    there, otherwise built and kept there; folder None: built, and kept nowhere. description: plain
+    values that determine the arrays. CacheError if the folder cannot be written, UserError if an
+    entry is damaged."""
     if folder is None:
         return build()
     entry = user_path(folder) / hash_of(description)
@@ -48,7 +49,7 @@ def cached_arrays(folder: Name | None, description: dict, build: Callable[[], Ar
 
 
 def hash_of_array(array: np.ndarray) -> str:
-    """For a description."""
+    """The hash of an array, for a description."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
@@ -59,7 +60,7 @@ def hash_of(description: dict) -> str:
 def _write(entry: Path, description: dict, arrays: Arrays) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".", dir=entry.parent) as folder:
-        written = Path(folder, "entry")  # with the user's own permissions, which `folder` has not
+        written = Path(folder, "entry")  # with the user's default permissions, unlike `folder`
         written.mkdir()
         shapes = {name: [str(array.dtype), *array.shape] for name, array in arrays.items()}
         said = json.dumps({"description": description, "arrays": shapes}, indent=1)
@@ -74,7 +75,7 @@ def _write(entry: Path, description: dict, arrays: Arrays) -> None:
         try:
             os.rename(written, entry)
         except OSError:
-            if not entry.exists():  # else another process was first, with the same arrays
+            if not entry.exists():  # otherwise another process was first, with the same arrays
                 raise
         sync_folder(entry.parent)
 
@@ -83,7 +84,7 @@ def _read(entry: Path, description: dict) -> Arrays:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, EOFError):
         said = read_json(entry / "description.json")
         files = {name: entry / f"{name}.npy" for name in said["arrays"]}
-        # Plain arrays of what is mapped: their items are read faster.
+        # Plain arrays over the mapped memory: their items are read faster.
         arrays = {name: np.asarray(np.load(file, mmap_mode="r")) for name, file in files.items()}
         shapes = {name: [str(array.dtype), *array.shape] for name, array in arrays.items()}
         if said == {"description": json.loads(json.dumps(description)), "arrays": shapes}:

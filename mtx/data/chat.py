@@ -2,10 +2,10 @@
 conversations share without seeing each other.
 
 A template is ChatML, or the model's own in Jinja. A conversation is rendered message by message:
-what an assistant's message adds, its end of turn included, is what is learned. Parts are encoded
-each by itself, so that a prompt has the same tokens when an answer is to be written as it had in
-training. A mark such as <|im_start|> is one token where the tokenizer has it as a special token,
-and text where not; a message in which one stands is refused.
+the text that an assistant's message adds, including its end of turn, is what is learned. Each part
+is encoded by itself, so that a prompt has the same tokens in generation as it had in training. A
+mark such as <|im_start|> is one token if the tokenizer has it as a special token, and plain text
+otherwise; a message that contains a mark is refused.
 
 S sequence · G rows.
 """
@@ -27,7 +27,7 @@ from mtx.data.tokenizer_base import Tokenizer
 from mtx.errors import UserError, reason
 
 ROLES = ("system", "user", "assistant")
-_PACKING, _ORDER = 7, 8  # what random numbers are for, in their keys
+_PACKING, _ORDER = 7, 8  # purposes of random numbers, in their keys
 
 
 class Message(NamedTuple):
@@ -36,7 +36,7 @@ class Message(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Of a rendered conversation."""
+    """Part of a rendered conversation."""
 
     text: str
     learned: bool  # whether it is the assistant's
@@ -50,26 +50,26 @@ class Template(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What no message may hold."""
+        """Strings that no message may contain."""
         ...
 
     @property
     def end(self) -> str:
-        """What stands behind an assistant's message: it ends there."""
+        """The string that ends an assistant's message."""
         ...
 
     def parts(self, conversation: Conversation) -> list[Part]:
-        """A whole conversation. UserError where it cannot be written so."""
+        """The parts of a whole conversation. UserError if it cannot be written in this template."""
         ...
 
     def prompt(self, conversation: Conversation) -> list[str]:
-        """A conversation that the assistant is to go on with, in parts."""
+        """The parts of a conversation that the assistant is to continue."""
         ...
 
 
 @dataclass(frozen=True)
 class ChatML:
-    """<|im_start|>role, a line's end, the message, <|im_end|>, a line's end."""
+    """<|im_start|>role, a newline, the message, <|im_end|>, a newline."""
 
     marks = ("<|im_start|>", "<|im_end|>")
     end = "<|im_end|>"
@@ -88,10 +88,10 @@ class ChatML:
 
 @dataclass(frozen=True)
 class Jinja:
-    """A model's own template, as Hugging Face's tokenizer_config.json has it."""
+    """A model's own template, as in Hugging Face's tokenizer_config.json."""
 
     source: str
-    tokens: tuple[tuple[str, str], ...] = ()  # such as ("bos_token", "<s>"), which it may write
+    tokens: tuple[tuple[str, str], ...] = ()  # such as ("bos_token", "<s>"); it may write them
     marks: tuple[str, ...] = ()  # the tokenizer's special tokens
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class Jinja:
             return template.render(
                 messages=messages, add_generation_prompt=answer, **dict(self.tokens)
             )
-        except Exception as error:  # of the template's own code: anything
+        except Exception as error:  # the template's own code may raise anything
             raise UserError(
                 f"the model's chat template refuses it: {reason(error)}; change the messages, or "
                 "use --template chatml"
@@ -168,15 +168,15 @@ class Jinja:
 
 
 class Tokens(NamedTuple):
-    """A conversation. n tokens."""
+    """A conversation of n tokens."""
 
     ids: np.ndarray  # int32 [n]
     learned: np.ndarray  # bool [n]
 
 
 def encode_text(tokenizer: Tokenizer, template: Template, text: str) -> np.ndarray:
-    """int32 [tokens] of what a template has written: its marks, where they are special tokens, are
-    one token each."""
+    """int32 [tokens] of text that a template has written. Each of its marks is one token if it is a
+    special token."""
     known = tokenizer.special_tokens()
     marks = [re.escape(mark) for mark in template.marks if mark in known]
     pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
@@ -189,7 +189,8 @@ def encode_text(tokenizer: Tokenizer, template: Template, text: str) -> np.ndarr
 
 
 def encode_chat(tokenizer: Tokenizer, template: Template, conversation: Conversation) -> Tokens:
-    """UserError where a message holds a mark, or the template refuses the conversation."""
+    """The tokens of a conversation. UserError if a message holds a mark, or if the template refuses
+    the conversation."""
     _refuse_marks(template, conversation)
     parts = template.parts(conversation)
     ids = [encode_text(tokenizer, template, part.text) for part in parts]
@@ -200,7 +201,7 @@ def encode_chat(tokenizer: Tokenizer, template: Template, conversation: Conversa
 def encode_prompt(
     tokenizer: Tokenizer, template: Template, conversation: Conversation
 ) -> tuple[list[int], tuple[str | int, ...]]:
-    """(the tokens that the assistant's answer comes behind, what ends it). UserError as above."""
+    """(the tokens before the assistant's answer, what ends it). UserError as for `encode_chat`."""
     _refuse_marks(template, conversation)
     parts = template.prompt(conversation)
     ids = np.concatenate([encode_text(tokenizer, template, part) for part in parts]).tolist()
@@ -219,11 +220,12 @@ def _refuse_marks(template: Template, conversation: Conversation) -> None:
 
 
 def pack(lengths: Sequence[int], room: int, seed: int) -> list[list[int]]:
-    """Which conversations of so many places share each row of `room`: the longest first, each into
-    the row that it fills best; of equals `seed` says which is first. None may be longer."""
+    """Which conversations of these `lengths` share each row of `room` places: the longest first,
+    each into the row that it fills best; `seed` orders those of equal length. None may be longer
+    than a whole row."""
     order = shuffled(len(lengths), seed, _PACKING)
     rows: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # (places, row), in order
+    left: list[tuple[int, int]] = []  # (free places, row), sorted
     for number in sorted(order.tolist(), key=lambda n: -lengths[n]):
         at = bisect.bisect_left(left, (lengths[number], -1))
         if at < len(left):
@@ -238,8 +240,8 @@ def pack(lengths: Sequence[int], room: int, seed: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatRows:
-    """Conversations packed into rows. Of one of n tokens a row holds the first n - 1, and the
-    targets are the last n - 1."""
+    """Conversations packed into rows. A row holds the first n - 1 tokens of a conversation of n
+    tokens; the targets are its last n - 1."""
 
     conversations: Sequence[Tokens]  # of at most S + 1 tokens
     sequence: int  # S
@@ -255,11 +257,11 @@ class ChatRows:
 
     @property
     def learned(self) -> int:
-        """Tokens of the assistant's."""
+        """How many of the targets are the assistant's."""
         return sum(int(each.learned[1:].sum()) for each in self.conversations)
 
     def batch(self, numbers: Sequence[int], count: int) -> Batch:
-        """G = count rows, those of these numbers and then empty ones. tokens, targets, segments and
+        """G = count rows: those with these numbers, then empty ones. tokens, targets, segments and
         positions int32 [G, S], weights float32 [G, S]: 1 where the target is the assistant's."""
         batch: Batch = {
             name: np.zeros((count, self.sequence), np.int32)
@@ -280,7 +282,7 @@ class ChatRows:
         return batch
 
     def training_batch(self, step: int, count: int) -> Batch:
-        """Of a step: every epoch has its own order; a step may end one and begin the next."""
+        """The batch of a step. Epochs differ in order; a step may end one and begin the next."""
         epochs, places = np.divmod(step * count + np.arange(count), len(self))
         orders = {
             epoch: shuffled(len(self), self.seed, int(epoch), _ORDER) for epoch in set(epochs)

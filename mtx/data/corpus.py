@@ -1,4 +1,4 @@
-"""The corpus of a run: text files or indexed datasets, by one config."""
+"""The corpus of a run: text files or indexed datasets, as one config says."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from mtx.data.tokenizer_base import Eod, TokenizerIdentity
 from mtx.data.tokenizer_files import load_tokenizer
 from mtx.errors import UserError, require_kind
 
-_DOUBTFUL_BYTES = 16  # a token of a sample: with fewer held out, there may be too few tokens
+_DOUBTFUL_BYTES = 16  # per token of a sample: with fewer held out, there may be too few tokens
 _SIDES = "the training text", "the held-out text"
-_CACHE_NAME = "index_cache"  # of the folder of indices, beside the first dataset
+_CACHE_NAME = "index_cache"  # the folder of indices, beside the first dataset
 
 
 def load_data(run: RunConfig, *, samples: int | None = None) -> Corpus:
-    """What `run` trains on and is evaluated on, for samples of model.sequence tokens.
+    """The corpus that `run` trains on and is evaluated on, in samples of model.sequence tokens.
 
-    samples: how many a run takes in all, by default those of all its steps; only how far a blend
-    by weights reaches depends on it, never what a sample holds.
-    Raises UserError for data that cannot be read, are too small, are of another tokenizer, or have
-    more tokens than the model.
+    samples: how many the run takes in all, by default those of all its steps; this only decides how
+    far a blend by weights reaches, never what a sample holds.
+    Raises UserError for data that cannot be read, are too small, are of another tokenizer, or whose
+    tokenizer has more tokens than the model.
     """
     require_kind("run", run, RunConfig, "a RunConfig, such as mtx.preset('miniature')")
     corpus = _load(run, samples)
@@ -63,7 +63,7 @@ def _load(run: RunConfig, samples: int | None) -> Corpus:
         wanted = {"train": samples, "valid": run.eval_batches * run.global_batch}
         return _of_spans(_open_datasets(run, prefixes, weights, wanted), run)
     _refuse_text(run)
-    # A dataset that is not there is no text either.
+    # If a dataset is missing, it is not found as text either.
     corpus = load_text(config, sequence=_length(run), bert=run.model.family == "bert")
     only = ("split", "split_by", "cache")
     _refuse(config, only, "is for datasets; text is held out by eval_fraction")
@@ -76,14 +76,14 @@ def _load_images(run: RunConfig) -> Corpus:
 
 
 def _length(run: RunConfig) -> int:
-    """The tokens of a sample, but for the last."""
+    """The tokens of a sample, without the last one."""
     if run.model.objective != "spans":
         return run.model.sequence
     return sample_lengths(run.model, run.data).text - 1
 
 
 def _of_spans(corpus: Corpus, run: RunConfig) -> Corpus:
-    """The corpus of a model that is trained on spans of its texts; of others as it is."""
+    """The corpus with span corruption, if the model is trained on spans; otherwise as it is."""
     if run.model.objective != "spans":
         return corpus
     vocab = find_span_vocab(corpus.tokenizer)
@@ -96,7 +96,7 @@ def _of_spans(corpus: Corpus, run: RunConfig) -> Corpus:
 
 
 def _refuse_text(run: RunConfig) -> None:
-    """UserError for a model that reads what stands beside datasets alone."""
+    """UserError for a model that reads neighbours, which only datasets have."""
     if run.model.objective == "retrieval":
         raise UserError(
             f"family={run.model.family!r} reads texts with their neighbours, and data path="
@@ -106,7 +106,7 @@ def _refuse_text(run: RunConfig) -> None:
 
 
 def check_data(run: RunConfig) -> None:
-    """Raises the UserErrors of `load_data` that can be seen at once: before devices are started,
+    """Raises those UserErrors of `load_data` that can be found at once: before devices are started,
     text is tokenized and indices are built."""
     if run.model.reads_images:
         load_data(run)
@@ -131,12 +131,12 @@ def check_data(run: RunConfig) -> None:
 
 
 def run_tokenizer(run: RunConfig) -> Tokenizer:
-    """The tokenizer that `load_data` gives a run. UserError for one that is trained on its text."""
+    """The tokenizer that `load_data` gives a run. UserError for one to be trained on its text."""
     return _tokenizer_of(run, [IndexedDataset(prefix) for prefix in _datasets_of(run.data)[0]])
 
 
 def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """UserError for a tokenizer of more tokens than the model has."""
+    """UserError if a tokenizer has more tokens than the model."""
     spans = model.objective == "spans"
     tokens = find_span_vocab(tokenizer).size if spans else tokenizer.vocab
     if tokens > model.vocab:
@@ -148,7 +148,7 @@ def check_vocab(tokenizer: Tokenizer, model: ModelConfig) -> None:
 
 
 def default_cache(prefix: str) -> Path:
-    """The folder of a dataset's sample indices, where no other is named."""
+    """The folder of a dataset's sample indices if no other is named."""
     return Path(strip_suffix(prefix)).absolute().parent / _CACHE_NAME
 
 
@@ -222,15 +222,15 @@ def _open_sentences(
 
 
 def _tokenizer_of(run: RunConfig, datasets: list[IndexedDataset]) -> Tokenizer:
-    """The tokenizer that `run` names, with the end-of-document token of the datasets, which are all
-    of it."""
+    """The tokenizer that `run` names, with the end-of-document token of the datasets, all of which
+    it must have made."""
     config, bert = run.data, run.model.family == "bert"
     known = next((dataset for dataset in datasets if dataset.identity), None)
     try:
         tokenizer = named_tokenizer(config, bert=bert, made=known.identity if known else None)
     except UserError:
         if known and not bert and config.tokenizer != "bpe":
-            # If it is another tokenizer, that is the matter.
+            # If it is another tokenizer, that is the error to report.
             known.require_tokenizer(load_tokenizer(config.tokenizer, eod=None).identity)
         raise
     for dataset in datasets:
@@ -249,7 +249,7 @@ def _division(config: DataConfig, train) -> str:
 
 
 def _refuse(config: DataConfig, names: tuple[str, ...], why: str) -> None:
-    """UserError where one of these fields has been set, which would change nothing."""
+    """UserError if one of these fields has been set, since it would change nothing."""
     for name in names:
         value = getattr(config, name)
         if value != getattr(DataConfig(), name):
@@ -257,7 +257,7 @@ def _refuse(config: DataConfig, names: tuple[str, ...], why: str) -> None:
 
 
 def _datasets_of(config: DataConfig) -> tuple[list[str], list[float] | None]:
-    """The prefixes of datasets that are named, and their weights; none where text is."""
+    """The prefixes of the named datasets, and their weights; no prefixes if text is named."""
     prefixes, weights = read_blend(config.path)
     found = [is_dataset(prefix) for prefix in prefixes]
     if not any(found):
@@ -291,11 +291,12 @@ def _described(prefixes: list[str], weights: list[float] | None) -> str:
 def load_text(config: DataConfig, *, sequence: int, bert: bool = False) -> Corpus:
     """Reads, splits and tokenizes what `config` names, for samples of `sequence` tokens (S).
 
-    The split comes first: a vocabulary is trained on the training text alone. Each document is
-    followed by the tokenizer's end-of-document token, on both sides; a BERT's is cut into sentences
-    instead (see `split_sentences`).
-    Raises UserError for text that cannot be read (see `read_documents`), that has not one sample on
-    either side, and for a tokenizer without an end-of-document or, for a BERT, special tokens.
+    The split comes first: a vocabulary is trained on the training text alone. On both sides, each
+    document is followed by the tokenizer's end-of-document token; for a BERT, it is cut into
+    sentences instead (see `split_sentences`).
+    Raises UserError for text that cannot be read (see `read_documents`) or is too short for a
+    sample on either side, and for a tokenizer without an end-of-document token or, for a BERT,
+    special tokens.
     """
     documents = read_documents(config.path)
     split = hold_out(documents.texts, fraction=config.eval_fraction, seed=config.seed)
@@ -333,7 +334,7 @@ def load_text(config: DataConfig, *, sequence: int, bert: bool = False) -> Corpu
 
 
 def _refuse_short(train: int, held_out: int, *, sequence: int, config: DataConfig) -> None:
-    """UserError where either side has not the tokens of one sample."""
+    """UserError if either side has fewer tokens than one sample."""
     longest = min(train, held_out) - 1
     shorter = f" or use sequence={longest} or less" if longest > 0 else ""
     raised = f", raise eval_fraction={config.eval_fraction}"
@@ -348,9 +349,9 @@ def _refuse_short(train: int, held_out: int, *, sequence: int, config: DataConfi
 def named_tokenizer(
     config: DataConfig, *, bert: bool, made: TokenizerIdentity | None = None
 ) -> Tokenizer:
-    """The tokenizer that `config` names; where eod is "auto", with the end-of-document token of the
-    one that `made` the datasets, or else none for a BERT. UserError for one that is trained on the
-    text, and for a BERT's without special tokens."""
+    """The tokenizer that `config` names. If eod is "auto" and the tokenizer that `made` the
+    datasets is given, its end-of-document token is used; without it, a BERT has none. UserError for
+    a tokenizer that is trained on the text, and for a BERT's without special tokens."""
     if config.tokenizer == (WORDPIECE if bert else "bpe"):
         raise UserError(
             f"data tokenizer={config.tokenizer!r} is trained on text, and here is none (the data "

@@ -20,7 +20,7 @@ from mtx.paths import user_path
 
 
 class Documents(NamedTuple):
-    """Texts in an order that depends on names only, never on the file system's."""
+    """Texts in an order that depends only on names, not on the file system."""
 
     texts: list[str]
     source: str  # where they come from, for people: "12 files from corpus"
@@ -28,11 +28,11 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Training and held-out texts, both in shuffled order; no character stands in both."""
+    """Training and held-out texts, both in shuffled order; no character is in both."""
 
     train: list[str]
     held_out: list[str]
-    held_whole: int  # documents of `held_out`; the other texts there are tails of documents
+    held_whole: int  # whole documents in `held_out`; its other texts are tails of documents
 
     def describe(self) -> str:
         tails = len(self.held_out) - self.held_whole
@@ -44,8 +44,8 @@ class Split:
 def read_documents(paths: Sequence[str]) -> Documents:
     """The documents in `paths` (files and folders), or Python's help topics if there are none.
 
-    A file that is named is taken whatever its suffix, in a folder those of `files_below`, but for
-    empty ones. A file that is reached twice is read once: it must not be trained on and held out.
+    A named file is taken whatever its suffix, from a folder those of `files_below`, except empty
+    ones. A file that is reached twice is read once: it must not be both trained on and held out.
     Raises UserError for a path that is missing, unreadable, empty or not UTF-8 text.
     """
     if not paths:
@@ -68,8 +68,7 @@ def read_documents(paths: Sequence[str]) -> Documents:
 
 
 def text_files(paths: Sequence[str]) -> Iterator[Path]:
-    """The files of `read_documents`, which may name one twice. UserError for a path that is
-    missing."""
+    """The files of `read_documents`; one may come twice. UserError for a missing path."""
     for name in paths:
         path = user_path(name, "data path")
         if not os.path.exists(path):
@@ -83,10 +82,10 @@ def text_files(paths: Sequence[str]) -> Iterator[Path]:
 def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
     """Shuffles `texts` by `seed` and holds out about `fraction` of the characters.
 
-    A long document, above a quarter of the held-out share, is cut: its last `fraction` is held
-    out. The others are held out whole, in shuffled order, until they make up `fraction` of their
-    own sum: at least three quarters of the share is met, by one book as by a million notes.
-    Identical text in two documents is not looked for.
+    A document longer than a quarter of the held-out share is cut: its last `fraction` is held out.
+    The others are held out whole, in shuffled order, until they make up `fraction` of their own
+    total. So at least three quarters of the share is met, by one book as well as by a million
+    notes. Identical text in two documents is not looked for.
     """
     long = fraction * sum(map(len, texts)) / 4
     left = fraction * sum(len(text) for text in texts if len(text) <= long)
@@ -97,7 +96,7 @@ def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
         elif len(text) <= left:
             cut, left, held_whole = 0, left - len(text), held_whole + 1
         else:
-            cut, left = len(text), 0  # the first that does not fit ends it: no favour to short ones
+            cut, left = len(text), 0  # stop at the first that does not fit: no favour to short ones
         if cut > 0:
             train.append(text[:cut])
         if cut < len(text):
@@ -107,7 +106,7 @@ def hold_out(texts: Sequence[str], *, fraction: float, seed: int) -> Split:
 
 def _python_topics() -> Documents:
     """Python's help topics of which more than half is new: 22 of the 79 repeat chapters of others
-    ("try" stands in "compound"), and what is held out would have been trained on."""
+    ("try" is in "compound"), so held-out text would also have been trained on."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -126,7 +125,7 @@ def _python_topics() -> Documents:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first of them, and how many more there are."""
+    """The first `most` names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 

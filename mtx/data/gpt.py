@@ -1,9 +1,10 @@
-"""Indexed datasets as samples of a fixed length, one dataset or a blend of several.
+"""Indexed datasets as samples of a fixed length, from one dataset or a blend of several.
 
-Of a given number, they are Megatron-LM's to the last index. But its order of several epochs
-depends on how many samples are asked for, and a run that is made longer, or goes on with another
-batch size, must not change what it has yet to read. So there is a second way, `endless`: the first
-epoch is Megatron-LM's, and each one after it goes through the same samples in an order of its own.
+For a given number of samples, they are Megatron-LM's to the last index. But Megatron-LM's order of
+several epochs depends on how many samples are asked for, and a run that is made longer, or
+continues with another batch size, must not change what it has yet to read. So there is a second
+mode, `endless`: the first epoch is Megatron-LM's, and each later one goes through the same samples
+in its own order.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class GPTDataset:
     """The samples of one part of an indexed dataset, as Megatron-LM's GPTDataset gives them.
 
     `dataset[i]` is int32 [sequence + 1], of which the first `sequence` are inputs and the last
-    `sequence` targets. `samples` asks for at least so many, over as many epochs as they take;
-    None for those of one epoch. `endless`: samples is None, and beyond one epoch the next begins.
-    Where Megatron-LM's split leaves train or valid without a sample, each document is cut.
+    `sequence` targets. `samples`: how many there must be at least, over as many epochs as they
+    take; None: those of one epoch. `endless`: samples is None, and after one epoch the next begins.
+    If Megatron-LM's split leaves train or valid without a sample, each document is cut.
     """
 
-    unit = "tokens"  # of which a part has a share
+    unit = "tokens"  # what a part has a share of
 
     def __init__(
         self,
@@ -53,10 +54,10 @@ class GPTDataset:
         vocab: int | None = None,
         eod: int | None = None,
     ):
-        """cache: see `cached_arrays`. vocab: every token that is given is checked to be below it.
-        split_by: see `divide`. eod: the token that takes the place of the last one where a document
-        is cut; None: nothing does. Raises UserError for a dataset that cannot be read, a part
-        without a whole sample, and options that cannot be."""
+        """cache: see `cached_arrays`. vocab: every token that is returned is checked to be below
+        it. split_by: see `divide`. eod: replaces the last token of a part's share of a document
+        that is cut; None: nothing does. Raises UserError for a dataset that cannot be read, a part
+        without a whole sample, and invalid options."""
         checked("sequence", sequence, Tokens)
         if samples is not None:
             checked("samples", samples, _Samples)
@@ -80,7 +81,7 @@ class GPTDataset:
         self.indices = Indices(**cached_arrays(cache, description, lambda: vars(build_indices(
             lengths, first=first, sequence=sequence, samples=samples, seed=seed
         ))))  # fmt: skip
-        self.distinct = len(self)  # samples before one is given twice, where it is endless
+        self.distinct = len(self)  # how many samples come before one repeats, if endless
 
     def __str__(self) -> str:
         return self.data.prefix
@@ -103,8 +104,8 @@ class GPTDataset:
         return out
 
     def places(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Where the tokens of sample `index` stand: (sequence, first, end) of each part, within the
-        sequence."""
+        """Where the tokens of sample `index` are: (sequence, first, end) for each part, with first
+        and end counted within the sequence."""
         if self._endless and index >= len(self):
             index = place_in_epoch(index, len(self), self._seed)
         sample = self.indices.shuffle[require_sample(index, len(self), self.data.prefix)]
@@ -127,8 +128,8 @@ def open_part(
 ) -> GPTDataset | BlendedDataset:
     """One part of a dataset, or of a blend; `options` are those of GPTDataset.
 
-    samples: of a blend by weights, where each dataset that is not endless gives as many as its
-    share takes. Raises UserError as the two classes do, and for datasets of different tokenizers.
+    samples: of the dataset, or of a blend by weights, which asks each dataset that is not endless
+    for its share. Raises UserError as the two classes do, and for datasets of different tokenizers.
     """
     if len(datasets) == 1 and weights is None:
         return GPTDataset(datasets[0], samples=samples, endless=endless, cache=cache, **options)
@@ -155,8 +156,8 @@ def divide_tokens(
     sequence: int,
     least: int | None = None,
 ) -> Division:
-    """What a part has of a dataset's sequences: see `divide`. UserError where it has fewer than
-    `least` tokens, by default those of one sample."""
+    """A part's share of a dataset's sequences: see `divide`. UserError if it has fewer than `least`
+    tokens, by default those of one sample."""
     least = sequence + 1 if least is None else least
     division = divide(
         data.lengths, split, part, by=by,

@@ -1,10 +1,11 @@
 """Files of images with captions, or conversations about them, to records.
 
-Of JSON lines, or a list in JSON: {"image": FILE or "images": [FILE, ...], and "text": a caption,
-"messages": [{"role", "content"}, ...] or LLaVA's "conversations": [{"from", "value"}, ...]}. An
-image's place in a text is <image>; where none is named they come first. Files are looked for beside
-the JSON. A folder holds pictures, each with its caption beside it: cat.png and cat.txt. An .npz has
-the arrays "images" uint8 [n, height, width, 3] and "texts" [n].
+JSON lines, or a JSON list: each record is {"image": FILE or "images": [FILE, ...], and "text": a
+caption, "messages": [{"role", "content"}, ...] or LLaVA's "conversations":
+[{"from", "value"}, ...]}. An image's place in a text is <image>; if none is named, images come
+first. Files are looked for beside the JSON. A folder holds pictures, each with its caption beside
+it: cat.png and cat.txt. An .npz has the arrays "images", uint8 [n, height, width, 3], and
+"texts" [n].
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LLAVA_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
 class Record(NamedTuple):
-    """A caption, or a conversation, and what it is about."""
+    """Pictures, and a caption or conversation about them."""
 
     pictures: tuple[Picture, ...]
     said: str | tuple[Message, ...]
@@ -39,7 +40,7 @@ class Record(NamedTuple):
 
 
 def read_image_records(names: Sequence[str]) -> list[Record]:
-    """UserError, with the place, for what is no such record."""
+    """The records in these files and folders. UserError, with the place, for anything else."""
     found: list[Record] = []
     for name in names:
         path = user_path(name, "data path")

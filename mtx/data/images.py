@@ -1,8 +1,8 @@
 """Images and texts about them to samples and batches: what a LLaVA trains on.
 
-A placeholder stands at each place of an image's N patches. What is learned is the caption, or what
-the assistant says, with the end of a document behind it: nothing of the images, nor of the user. A
-row is one sample, filled up with what counts for nothing.
+Each of an image's N patches takes one place, which holds a placeholder. What is learned is the
+caption, or what the assistant says, followed by the end-of-document token; the images and the
+user's messages are not. A row is one sample, padded with tokens of weight 0.
 
 B batch rows · S sequence · I images of a row · N patches of an image. A sample is a pure function
 of the files, the seed and its number.
@@ -28,24 +28,24 @@ from mtx.data.tokenizer_base import Tokenizer
 from mtx.errors import UserError
 from mtx.families.llava import Llava
 
-_HELD_OUT = 10  # what random numbers are for
-_SYSTEM = (  # of Vicuna, as LLaVA 1.5 has it
+_HELD_OUT = 10  # purpose of random numbers, in their keys
+_SYSTEM = (  # Vicuna's, as in LLaVA 1.5
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user's questions."
 )
 
 
 class ImageVocab(NamedTuple):
-    """The tokens that such samples need beside those of the text."""
+    """The tokens that these samples need besides those of the text."""
 
     placeholder: int
-    first: tuple[int, ...]  # what a sample begins with, where the tokenizer has it
+    first: tuple[int, ...]  # what a sample begins with, if the tokenizer has it
     end: int
 
 
 def find_image_vocab(tokenizer: Tokenizer, model: Llava) -> ImageVocab:
-    """UserError where the model's placeholder is a token of texts, or lies beyond its vocabulary,
-    and for a tokenizer without an end-of-document token."""
+    """The tokens for samples of a model. UserError if the model's placeholder is a token of texts,
+    or lies beyond its vocabulary, and for a tokenizer without an end-of-document token."""
     placeholder, known = model.placeholder, tokenizer.special_tokens()
     if placeholder < tokenizer.vocab and known.get(MARK) != placeholder:
         raise UserError(
@@ -78,7 +78,8 @@ class Tokens(NamedTuple):
 
 
 def parts_of(conversation: Conversation) -> list[Part]:
-    """As Vicuna's, which LLaVA 1.5 was trained on; behind what is learned its end belongs."""
+    """A conversation in Vicuna's format, which LLaVA 1.5 was trained on. What ends a learned part
+    is not included: `encode_parts` adds it."""
     said = list(conversation)
     system = said.pop(0).content if said[0].role == "system" else _SYSTEM
     found = [Part(system, False)]
@@ -105,7 +106,7 @@ def encode_parts(parts: Sequence[Part], tokenizer: Tokenizer, vocab: ImageVocab)
 
 
 def encode_record(record: Record, tokenizer: Tokenizer, vocab: ImageVocab) -> Tokens:
-    """UserError where images and their places are not as many."""
+    """The tokens of a record. UserError if its images are not as many as the places for them."""
     count = len(record.pictures)
     if isinstance(record.said, str):
         if MARK in record.said:
@@ -124,7 +125,7 @@ def encode_record(record: Record, tokenizer: Tokenizer, vocab: ImageVocab) -> To
 
 
 def patch_places(tokens: np.ndarray, placeholder: int) -> np.ndarray:
-    """int32 like tokens [B, S]: which of a row's patches stands there, -1 for tokens."""
+    """int32 [B, S], like tokens: which of its row's patches is at each place, -1 for text."""
     are = tokens == placeholder
     return np.where(are, np.cumsum(are, axis=-1) - 1, -1).astype(np.int32)
 
@@ -133,7 +134,7 @@ def patch_places(tokens: np.ndarray, placeholder: int) -> np.ndarray:
 
 
 class ImagePrompt(NamedTuple):
-    """What a text begins with."""
+    """The prompt from which a text is generated."""
 
     ids: list[int]  # with all patches
     pixels: np.ndarray  # uint8 [images, side, side, 3]
@@ -142,9 +143,9 @@ class ImagePrompt(NamedTuple):
 def image_prompt(
     text: str, pictures: Sequence[Picture], tokenizer: Tokenizer, model: Llava, *, chat: bool
 ) -> ImagePrompt:
-    """A text with pictures where it says so, or before it. chat: it is a user's, and what comes
-    behind it the assistant's. UserError where there are more pictures than the model takes, or not
-    as many as their places."""
+    """A prompt with pictures at the places that its text names, or before the text. chat: the text
+    is a user's message, to be followed by the assistant's. UserError if there are more pictures
+    than the model takes, or not as many as the places named."""
     count, places = len(pictures), text.count(MARK)
     if places not in (0, count) or count > model.images:
         raise UserError(
@@ -162,7 +163,7 @@ def image_prompt(
 
 
 class ImageTokenizer(Tokenizer):
-    """A tokenizer in whose texts placeholders vanish."""
+    """A tokenizer that leaves placeholders out of the text that it decodes."""
 
     def __init__(self, tokenizer: Tokenizer, placeholder: int):
         self._text, self._placeholder = tokenizer, placeholder
@@ -189,7 +190,7 @@ class ImageTokenizer(Tokenizer):
 
 
 class ImageSample(NamedTuple):
-    """At most S + 1 tokens."""
+    """A sample of at most S + 1 tokens."""
 
     tokens: Tokens  # with all patches
     pixels: np.ndarray  # uint8 [images, side, side, 3]
@@ -202,13 +203,13 @@ class ImageSamples:
         self, records: Sequence[tuple[tuple[Picture, ...], Tokens]], model: Llava,
         seed: int | None,
     ):  # fmt: skip
-        """seed: of the order of each epoch; None: as they are."""
+        """seed: for the order of each epoch; None: the order of `records`."""
         self._records, self._seed, self.model = records, seed, model
         self.sequence, self.distinct = model.sequence, len(records)
         self.part_tokens = sum(
             len(tokens.ids) + len(pictures) * (model.patches - 1) for pictures, tokens in records
         )
-        # The running epoch and the next, which a batch may straddle.
+        # The current epoch and the next: a batch may straddle them.
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def __getitem__(self, index: int) -> ImageSample:
@@ -224,7 +225,7 @@ class ImageSamples:
 
 
 def _times(ids: np.ndarray, model: Llava) -> np.ndarray:
-    """How many places each token takes: a placeholder N."""
+    """How many places each token takes: N for a placeholder, 1 for others."""
     return np.where(ids == model.placeholder, model.patches, 1)
 
 
@@ -238,9 +239,9 @@ def _pixels(pictures: Sequence[Picture], model: Llava) -> np.ndarray:
 def make_image_batch(
     source: Any, consumed: int, rows: int, *, local: Rows | None = None, filled: int | None = None
 ) -> Batch:
-    """As `make_batch`: tokens and targets int32 [B, S], weights float32 [B, S] (1 where the target
-    is learned), patches int32 [B, S] (see `patch_places`) and pixels uint8 [B, I, side, side, 3]
-    (zeros where a row has fewer images)."""
+    """Like `make_batch`: tokens and targets int32 [B, S], weights float32 [B, S] (1 where the
+    target is learned), patches int32 [B, S] (see `patch_places`) and pixels uint8
+    [B, I, side, side, 3] (zeros if a row has fewer images)."""
     model, shape = source.model, (rows, source.sequence)
     side = model.image_size
     batch: Batch = {
@@ -262,9 +263,9 @@ def make_image_batch(
 
 
 def load_images(run: RunConfig, tokenizer: Tokenizer) -> Corpus:
-    """What a run trains on and is evaluated on. Records are held out whole, `eval_fraction` of
-    them; one that is longer than a row is cut at its end, and left out where nothing to learn, or
-    not all of an image, remains."""
+    """The corpus that a run trains on and is evaluated on. `eval_fraction` of the records are held
+    out, each one whole. A record that is longer than a row is cut at its end; it is left out if
+    nothing to learn, or not all of its images, would remain."""
     config, model = run.data, run.model
     assert isinstance(model, Llava)
     vocab = find_image_vocab(tokenizer, model)
@@ -310,7 +311,7 @@ def _source(paths: Sequence[str], records: int) -> str:
 
 
 def _fits(tokens: Tokens, model: Llava) -> bool:
-    """Whether a row holds its images, and something that is learned."""
+    """Whether a row holds all of its images, and something to learn."""
     images, ends = tokens.ids == model.placeholder, np.cumsum(_times(tokens.ids, model))
     inside = ends <= model.sequence
     return bool((inside | ~images).all() and (tokens.learned & (ends <= model.sequence + 1)).any())

@@ -8,8 +8,8 @@ Little-endian, packed, nothing aligned; N sequences, D - 1 documents:
     u64 N, u64 D
     4N       i32[N]  length of each sequence, in tokens
 
-GPT's datasets have one sequence a document, BERT's one a sentence. The sequences lie in .bin one
-after the other, so all tokens are one array and a document is a slice of it.
+GPT's datasets have one sequence per document, BERT's one per sentence. The sequences lie in .bin
+one after the other, so all tokens are one array and a document is a slice of it.
 Beside them, `<prefix>.json` names the tokenizer; datasets made elsewhere have none.
 """
 
@@ -47,13 +47,13 @@ def token_type(vocab: int) -> np.dtype:
 
 
 class IndexedDataset:
-    """The sequences and documents of `<prefix>.bin`, memory-mapped: what it gives are views.
+    """The sequences and documents of `<prefix>.bin`, memory-mapped: its arrays are views.
 
-    `tokens` [tokens] are all of them; `lengths` int32 [N] and `offsets` int64 [N] (bytes) describe
-    the sequences, `documents` int64 [D] says which sequences each document has (D - 1 documents),
-    `modes` is int8 [N] or None. Nothing can be written.
-    Raises UserError for files that are missing, cut short, or say what cannot be: the index is
-    read through once, so that no later access can leave the files.
+    `tokens` [tokens] holds all of them; `lengths` int32 [N] and `offsets` int64 [N] (bytes)
+    describe the sequences, `documents` int64 [D] says which sequences each document has (D - 1
+    documents), `modes` is int8 [N] or None. Nothing can be written.
+    Raises UserError for files that are missing, cut short or inconsistent: the index is read
+    through once, so that no later access can reach outside the files.
     """
 
     def __init__(self, prefix: Name):
@@ -83,7 +83,7 @@ class IndexedDataset:
         return self.prefix
 
     def __len__(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.lengths)
 
     def __reduce__(self):  # another process maps the files again
@@ -94,11 +94,11 @@ class IndexedDataset:
         return len(self.documents) - 1
 
     def text(self, first: int, end: int) -> np.ndarray:
-        """The tokens of sequences `first` to before `end`, a view."""
+        """The tokens of sequences `first` to `end`, exclusive, as a view."""
         return self.tokens[self.first_token(first) : self.first_token(end)]
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of all sequences of document `index`, a view."""
+        """The tokens of all sequences of document `index`, as a view."""
         return self.text(*self.documents[index : index + 2].tolist())
 
     def document_lengths(self) -> np.ndarray:
@@ -119,7 +119,7 @@ class IndexedDataset:
             require_tokens(block, vocab, f"{self.prefix}.bin: block {start:,}")
 
     def require_tokenizer(self, identity: TokenizerIdentity) -> None:
-        """UserError where the dataset says that another tokenizer made it."""
+        """UserError if the dataset says that another tokenizer made it."""
         if self.identity and not self.identity.same_as(identity):
             raise UserError(
                 f"{self.prefix} was made with {self.identity}, not with {identity}; use that "
@@ -127,7 +127,7 @@ class IndexedDataset:
             )
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
-        """The tokens' type, N and D, once the file's size is the one that they ask for."""
+        """The tokens' type, N and D, after a check that the file's size is what these require."""
         name = f"{self.prefix}.idx"
         if index[: len(MAGIC)] != MAGIC:
             old = ", the older TNTIDX format" if index[: len(OLD_MAGIC)] == OLD_MAGIC else ""
@@ -152,7 +152,7 @@ class IndexedDataset:
         return np.dtype(TYPES[code]), sequences, ends
 
     def _check_sequences(self) -> int:
-        """The bytes of .bin, once every sequence is known to begin where the last ended."""
+        """The size that .bin must have, after a check that the sequences follow each other."""
         offset, size = 0, self.dtype.itemsize
         for start in range(0, len(self), _BLOCK):
             lengths = self.lengths[start : start + _BLOCK].astype(np.int64)
@@ -179,12 +179,12 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a dataset, which appears under its name only when the `with` block ends well.
+    """Writes a dataset, which appears under its name only if the `with` block ends without error.
 
     >>> with IndexedWriter("corpus", np.uint16) as writer:
     ...     writer.add(np.array([1, 2, 3]))
 
-    Raises UserError where a dataset of that name exists, or a file cannot be written.
+    Raises UserError if a dataset of that name exists, or a file cannot be written.
     """
 
     def __init__(self, prefix: Name, dtype, *, identity: TokenizerIdentity | None = None):
@@ -193,10 +193,10 @@ class IndexedWriter:
         if self.dtype not in _CODES:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self._identity = identity
-        # Bytes of i32 and i64 arrays: what they hold grows by appending.
+        # Bytes of i32, i64 and i8 arrays, which grow by appending.
         self._lengths, self._ends, self._modes = bytearray(), bytearray(8), bytearray()
-        self._begun = 0  # tokens of the sequence that the next `add` goes on with
-        self.tokens = 0  # written
+        self._begun = 0  # tokens of the sequence that the next `add` continues
+        self.tokens = 0  # written so far
 
     @property
     def sequences(self) -> int:
@@ -221,11 +221,11 @@ class IndexedWriter:
     def add(self, tokens: np.ndarray, lengths=None, counts=None, *, modes=None) -> None:
         """Appends whole documents.
 
-        tokens [n] of any integer type, lengths [sequences] of the sequences they make up (one
-        where None), counts [documents] of sequences in each document (one document where None),
-        modes int8 [sequences] in multimodal datasets. ValueError for tokens that the type cannot
-        hold and for lengths and counts that do not add up. What `begin` was given comes before the
-        first sequence, and is not counted in its length here.
+        tokens [n]: of any integer type. lengths [sequences]: of the sequences that they make up;
+        None: one sequence. counts [documents]: of sequences in each document; None: one document.
+        modes: int8 [sequences], in multimodal datasets. ValueError for tokens that the type cannot
+        hold and for lengths and counts that do not add up. Tokens given to `begin` come first in
+        the first sequence, and are not counted in its length here.
         """
         tokens = np.asarray(tokens)
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths, np.int64)
@@ -248,7 +248,7 @@ class IndexedWriter:
         self._modes += b"" if modes is None else np.asarray(modes, np.int8).tobytes()
 
     def begin(self, tokens: np.ndarray) -> None:
-        """Appends a part of a sequence, which the next `add` ends: for sequences above memory."""
+        """Appends part of a sequence, which the next `add` ends: for those larger than memory."""
         self._write(np.asarray(tokens))
         self._begun += len(tokens)
 
@@ -268,7 +268,7 @@ class IndexedWriter:
                     self._finish()
 
     def _finish(self) -> None:
-        """The index comes last: without it there is no dataset."""
+        """Moves the files into place, the index last: without it there is no dataset."""
         if len(self._modes) not in (0, self.sequences) or self._begun:
             raise ValueError("a sequence has no end, or some have a mode and some have none")
         sync(self._data)
@@ -282,7 +282,7 @@ class IndexedWriter:
         with open(self._written(".idx"), "xb") as file:
             self._write_index(file)
             sync(file)
-        require_new(self.prefix)  # another may have come first
+        require_new(self.prefix)  # another process may have been first
         for suffix in suffixes:
             os.replace(self._written(suffix), self.prefix + suffix)
         sync_folder(self._folder)
@@ -302,7 +302,7 @@ class IndexedWriter:
 
 
 def require_tokens(tokens: np.ndarray, vocab: int, where: str) -> None:
-    """UserError, which begins with `where`, unless all `tokens` are of a vocabulary."""
+    """UserError, beginning with `where`, unless all `tokens` are in the vocabulary."""
     if tokens.max() >= vocab or tokens.min() < 0:
         wrong = tokens[(tokens >= vocab) | (tokens < 0)][0]
         raise UserError(
@@ -312,18 +312,18 @@ def require_tokens(tokens: np.ndarray, vocab: int, where: str) -> None:
 
 
 def strip_suffix(prefix: Name) -> str:
-    """The prefix of a dataset, of which either file may be named instead."""
+    """The prefix of a dataset; either of its files may be named instead."""
     name = os.path.expanduser(os.fspath(prefix))
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
 def is_dataset(prefix: Name) -> bool:
-    """Whether one of its files is there; that the other is too, the reader says."""
+    """Whether one of its files exists; reading it checks that the other does, too."""
     return any(os.path.isfile(strip_suffix(prefix) + suffix) for suffix in (".bin", ".idx"))
 
 
 def require_new(prefix: str) -> None:
-    """UserError where a file of a dataset of this prefix exists, or cannot be."""
+    """UserError if a file of a dataset with this prefix exists, or cannot exist."""
     check_path("dataset", prefix)
     for suffix in (".idx", ".bin", ".json"):
         if os.path.lexists(prefix + suffix):
@@ -331,7 +331,7 @@ def require_new(prefix: str) -> None:
 
 
 def read_identity(prefix: str) -> TokenizerIdentity | None:
-    """What `<prefix>.json` says of the tokenizer; None where there is no such file."""
+    """The tokenizer that `<prefix>.json` names; None if there is no such file."""
     if not os.path.lexists(f"{prefix}.json"):
         return None
     said = read_json(f"{prefix}.json")
@@ -344,7 +344,7 @@ def read_identity(prefix: str) -> TokenizerIdentity | None:
 
 
 def sync_folder(folder: Name) -> None:
-    """Makes renames in `folder` last."""
+    """Makes renames in `folder` durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -353,13 +353,13 @@ def sync_folder(folder: Name) -> None:
 
 
 def sync(file) -> None:
-    """Makes what was written last."""
+    """Makes what was written durable."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def _map(path: str) -> mmap.mmap | bytes:
-    """The content of a file, mapped; of an empty file, which cannot be mapped, no bytes."""
+    """A file's content, memory-mapped; no bytes for an empty file, which cannot be mapped."""
     if not os.path.lexists(path):
         raise UserError(
             f"{path} does not exist (from {Path.cwd()}); a dataset is a .bin and an .idx of one "

@@ -1,9 +1,9 @@
 """Masked tokens as in Megatron-LM's BERT: whole words, runs of up to three, 80 / 10 / 10.
 
-Of the tokens of a row a fraction is to be predicted. They are chosen word by word (a token that
-begins with "##" belongs to the word before it), in runs of 1, 2 or 3 words, of which a run of n
-comes up with a weight of 1/n. A token that is to be predicted becomes [MASK] in 8 of 10 cases,
-stays in one, and is any other token in one (Devlin et al. 2019, §3.1).
+A fraction of a row's tokens is to be predicted. They are chosen word by word (a token that begins
+with "##" belongs to the word before it), in runs of 1, 2 or 3 words; a run of n words is drawn with
+a weight of 1/n. A token to be predicted becomes [MASK] in 8 of 10 cases, stays the same in one, and
+becomes any other token in one (Devlin et al. 2019, §3.1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASKED, _KEPT = 0.8, 0.1  # of the tokens that are to be predicted; the rest ar
 class Masking:
     """How many tokens are to be predicted, and in what runs."""
 
-    fraction: float = 0.15  # of a row's tokens, but for special tokens
+    fraction: float = 0.15  # of a row's tokens, except special tokens
     run: Width = 3  # words, at most
     most: Tokens | None = None  # tokens of a row
 
@@ -35,7 +35,7 @@ class Masking:
             raise UserError(f"mask_fraction={self.fraction} must lie between 0 and 1")
 
     def wanted(self, tokens: int) -> int:
-        """How many are to be predicted in a row of so many, at least one."""
+        """How many tokens of a row of `tokens` tokens are to be predicted, at least one."""
         wanted = max(1, round(self.fraction * tokens))
         return wanted if self.most is None else min(wanted, self.most)
 
@@ -43,10 +43,10 @@ class Masking:
 def mask_words(
     tokens: np.ndarray, vocab: BertVocab, rng: Rng, masking: Masking
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(`tokens` with some masked, where they are): int32 [n], and places in rising order.
+    """(`tokens` with some masked, their places): int32 [n], and places in ascending order.
 
-    tokens [n]: text between special tokens, over which no run of words goes. Where words do not fit
-    into what is wanted, fewer tokens are masked, but never none: then the shortest word is.
+    tokens [n]: text between special tokens, which no run of words crosses. If words do not fit into
+    the wanted number, fewer tokens are masked, but never none: the shortest word is masked then.
     """
     begins, ends, words_left = _words(tokens, vocab)
     if not len(begins):
@@ -80,7 +80,7 @@ def _words(tokens: np.ndarray, vocab: BertVocab) -> tuple[np.ndarray, np.ndarray
 
 
 def _choose(begins, ends, words_left, wanted: int, rng: Rng, run: int) -> list[tuple[int, int]]:
-    """(begin, end) of runs of words that do not overlap, `wanted` tokens or a few less."""
+    """(begin, end) of runs of words that do not overlap: `wanted` tokens, or a few fewer."""
     order, sizes = rng.permutation(len(begins)), rng.uniform(len(begins)).tolist()
     shares = np.cumsum(1 / np.arange(1, run + 1)).tolist()  # of runs up to each length
     begins, ends, words_left = begins.tolist(), ends.tolist(), words_left.tolist()

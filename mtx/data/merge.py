@@ -1,4 +1,4 @@
-"""Indexed datasets to indexed datasets: several made one, and one made several."""
+"""Indexed datasets to indexed datasets: several merged into one, and one split into several."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mtx.errors import UserError
 
 
 def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
-    """Writes all documents of `prefixes`, in that order, as the dataset `out`. UserError where
-    types, modes or tokenizers differ."""
+    """Writes all documents of `prefixes`, in that order, as the dataset `out`. UserError if types,
+    modes or tokenizers differ."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise UserError("no datasets to merge; name their prefixes")
@@ -42,12 +42,12 @@ def merge_datasets(prefixes: Sequence[str], out: str) -> IndexedDataset:
 def split_dataset(
     prefix: str, ratios: str, out: str, *, by: SplitBy = "auto"
 ) -> dict[str, IndexedDataset]:
-    """Writes `<out>_train`, `_valid` and `_test`, cut where the ratios ("969,30,1") say; a part of
-    ratio 0 is not written. by: see `divide`; "auto" cuts documents where some part would get none.
+    """Writes `<out>_train`, `_valid` and `_test`, divided by the ratios ("969,30,1"); a part of
+    ratio 0 is not written. by: see `divide`; "auto" cuts documents if some part would get none.
 
-    Whole documents stay in their order. Of one that is cut each part gets a share, in tokens
-    or, where it is one of sentences, in whole sentences; a share ends with the tokenizer's
-    end-of-document token. Raises UserError where a part would have nothing.
+    Whole documents stay in their order. Each part gets a share of a document that is cut, in tokens
+    or, if its sequences are sentences, in whole sentences; a share ends with the tokenizer's
+    end-of-document token. Raises UserError if a part would have nothing.
     """
     dataset, split = IndexedDataset(prefix), parse_split(ratios)
     counts = np.diff(dataset.documents)
@@ -80,7 +80,7 @@ def split_dataset(
 def _copy_shares(
     dataset: IndexedDataset, writer: IndexedWriter, division: Division, sentences: bool
 ) -> None:
-    """What `division` has of each document."""
+    """Copies the share of each document that `division` has."""
     eod = dataset.identity and dataset.identity.eod
     for first, end in itertools.pairwise(dataset.documents.tolist()):
         count = end - first if sentences else dataset.lengths[first]
@@ -98,7 +98,7 @@ def _copy_shares(
 
 
 def _copy(dataset: IndexedDataset, writer: IndexedWriter, first: int, end: int) -> None:
-    """Documents `first` to before `end`."""
+    """Copies documents `first` to `end`, exclusive."""
     ends = dataset.documents[first : end + 1]
     low, high = int(ends[0]), int(ends[-1])
     modes = None if dataset.modes is None else dataset.modes[low:high]

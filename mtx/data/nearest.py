@@ -1,12 +1,13 @@
-"""Which chunks of a dataset are like which: their embeddings, and the nearest ones of each.
+"""Which chunks of a dataset are similar: their embeddings, and the nearest chunks of each.
 
-The embedding that needs no model is of runs of one, two and three tokens: each run is hashed to one
-of the dims and a sign (Weinberger et al. 2009), and counts by ln(chunks / chunks with its bucket),
-so that what stands everywhere counts for nothing; the length is then 1. It follows from tokens
-alone. Better ones are a model's (`mtx.train.embedding`), as the paper's are BERT's.
+The embedding that needs no model counts runs of one, two and three tokens: each run is hashed to
+one of the dims and a sign (Weinberger et al. 2009), and weighted by ln(chunks / chunks with its
+bucket), so that runs that occur everywhere count for nothing; the vector is then scaled to length
+1. It depends on tokens alone. Better embeddings come from a model (`mtx.train.embedding`), as the
+paper's come from BERT.
 
-Nearest are those of the largest inner product, by an index of faiss (Johnson et al. 2017); equal
-ones in the order of their numbers.
+The nearest chunks are those with the largest inner product, found by an index of faiss (Johnson et
+al. 2017); equal ones are in the order of their numbers.
 
 n chunks · M tokens of one · d dims
 """
@@ -26,17 +27,17 @@ HASHED_DIMS = 512
 _RUNS = (1, 2, 3)
 _BUCKETS = 2**18
 _BLOCK = 4096  # chunks at a time
-_MORE = 16  # neighbours that are asked for beyond those wanted, at first
+_MORE = 16  # neighbours asked for beyond those wanted, at first
 
-Report = Callable[[str, int, int], None]  # what, of so many, are done
+Report = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
 
 
 class Embedding(Protocol):
-    """What makes vectors of chunks."""
+    """Makes vectors of chunks."""
 
     @property
     def described(self) -> dict:
-        """What they follow from, for the file of neighbours."""
+        """What the vectors depend on, for the file of neighbours."""
         ...
 
     def __call__(self, tokens_nM: np.ndarray) -> np.ndarray:
@@ -45,7 +46,7 @@ class Embedding(Protocol):
 
 
 class HashedEmbedding:
-    """Of runs of tokens."""
+    """An embedding by hashed runs of tokens."""
 
     def __init__(self, blocks: Callable[[], Iterator[np.ndarray]], dims: int = HASHED_DIMS):
         """blocks: the chunks that runs are counted in, [n, M] at a time."""
@@ -74,7 +75,7 @@ class HashedEmbedding:
 
 
 def unit_length(vectors_nd: np.ndarray) -> np.ndarray:
-    """float32 [n, d] of length 1; of 0 where all is 0."""
+    """The vectors scaled to length 1, float32 [n, d]; a vector of zeros stays zero."""
     lengths = np.linalg.norm(vectors_nd.astype(np.float64), axis=1, keepdims=True)
     return (vectors_nd / np.maximum(lengths, 1e-12)).astype(np.float32)
 
@@ -101,7 +102,7 @@ def _mixed(a: np.ndarray) -> np.ndarray:
 def blocks_of(
     dataset: ChunkedDataset, first: int, end: int, fill: int
 ) -> Callable[[], Iterator[np.ndarray]]:
-    """The tokens of these chunks, int32 [n, M] at a time, again each time it is called."""
+    """A function whose every call gives these chunks' tokens, int32 [n, M] at a time."""
 
     def blocks():
         for start in range(first, end, _BLOCK):
@@ -115,10 +116,10 @@ def find_neighbours(
     dataset: ChunkedDataset, embed: Embedding, *, neighbours: int, split: str, fill: int,
     index: str = "Flat", report: Report = lambda *_: None,
 ) -> np.ndarray:  # fmt: skip
-    """int64 [chunks, neighbours]: of each chunk the nearest ones of other documents, among those
-    that `split` trains on. index: of faiss, as its index_factory reads it.
+    """int64 [chunks, neighbours]: for each chunk the nearest ones of other documents, among those
+    that `split` trains on. index: a string for faiss's index_factory.
 
-    UserError where a chunk has not so many."""
+    UserError if a chunk has fewer than these."""
     first, end = dataset.to_train_on(split)
     found = np.empty((dataset.chunk_count, neighbours), np.int64)
     made = _make_index(dataset, embed, first, end, fill, index, report)
@@ -159,7 +160,7 @@ def _make_index(dataset, embed, first: int, end: int, fill: int, factory: str, r
 def _search(
     dataset: ChunkedDataset, made: Any, vectors, numbers, first: int, neighbours: int
 ) -> np.ndarray:
-    """int64 [n, neighbours]: more are asked for until enough are of other documents."""
+    """int64 [n, neighbours]: asks for more until enough are of other documents."""
     found = np.full((len(numbers), neighbours), -1)
     documents, rows, asked = dataset.documents_of(numbers), np.arange(len(numbers)), neighbours
     while len(rows):

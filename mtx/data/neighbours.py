@@ -1,15 +1,15 @@
 """Texts with their neighbours, what a RETRO trains on (Borgeaud et al. 2022, section 2.2).
 
-Each document of a dataset is cut into chunks of M tokens from its beginning; the last one is filled
-up with the end-of-document token. `mtx data neighbours` finds for each chunk k others that are like
-it, among those of the documents to train on, and none of its own document, and writes
+Each document of a dataset is cut into chunks of M tokens from its beginning; the last chunk is
+padded with the end-of-document token. For each chunk, `mtx data neighbours` finds k similar ones
+among the chunks of the documents to train on, none of them from its own document, and writes
 
-    <prefix>.neighbours.npy    int32 or int64 [chunks, k], the likest first: numbers of chunks
-    <prefix>.neighbours.json   what they were made of and by; written last
+    <prefix>.neighbours.npy    int32 or int64 [chunks, k]: numbers of chunks, the most similar first
+    <prefix>.neighbours.json   what they were made from, and by what; written last
 
-A sample is S tokens from a chunk's beginning on, of documents in GPT's order (`mtx.data.gpt`). Of a
-neighbour the model is given R tokens: the chunk and what follows it in its document, filled up with
-the end-of-document token. What is read follows from data, seed and the sample's number alone.
+A sample is S tokens from a chunk's beginning on, from documents in GPT's order (`mtx.data.gpt`).
+The model is given R tokens of a neighbour: the chunk and what follows it in its document, padded
+with the end-of-document token. What is read depends on data, seed and the sample's number alone.
 
 B batch rows · S sequence · M tokens of a chunk · k neighbours of one · R tokens of a neighbour ·
 N = S / M k R
@@ -43,11 +43,11 @@ _SAID = {"chunk": int, "neighbours": int, "split": str, "dataset": dict}
 
 
 class ChunkedDataset(IndexedDataset):
-    """A dataset whose documents are cut into chunks. `lengths` are whole chunks, those of `tokens`
-    themselves are `own_lengths`; chunks are numbered in the order of the dataset."""
+    """A dataset whose documents are cut into chunks, numbered in the order of the dataset.
+    `lengths` are rounded up to whole chunks; `own_lengths` are those of `tokens` themselves."""
 
     def __init__(self, prefix: str, chunk: int):
-        """UserError for a dataset of sentences, and as IndexedDataset."""
+        """Raises UserError for a dataset of sentences, and as IndexedDataset does."""
         super().__init__(prefix)
         if self.document_count != len(self):
             raise UserError(
@@ -71,7 +71,7 @@ class ChunkedDataset(IndexedDataset):
         return np.searchsorted(self.first_chunks, chunks, side="right") - 1
 
     def read(self, document: int, first: int, end: int, fill: int) -> np.ndarray:
-        """int32 [end - first]: the tokens at these places of a document, and `fill` behind it."""
+        """int32 [end - first]: a document's tokens at these places, and `fill` beyond its end."""
         begin, own = self.first_token(document), int(self.own_lengths[document])
         out = np.full(end - first, fill, np.int32)
         there = self.tokens[begin + min(first, own) : begin + min(end, own)]
@@ -79,7 +79,7 @@ class ChunkedDataset(IndexedDataset):
         return out
 
     def chunks(self, numbers: np.ndarray, size: int, fill: int) -> np.ndarray:
-        """int32 [n, size]: what begins at each of these chunks, in its document."""
+        """int32 [n, size]: the tokens from each chunk on, and `fill` beyond its document's end."""
         documents = self.documents_of(numbers)
         first = (numbers - self.first_chunks[documents]) * self.chunk
         places = first[:, None] + np.arange(size)
@@ -95,7 +95,7 @@ class ChunkedDataset(IndexedDataset):
 
     @property
     def fingerprint(self) -> dict:
-        """What a file of neighbours is checked by."""
+        """What a file of neighbours is checked against."""
         return {
             "chunks": self.chunk_count, "tokens": len(self.tokens),
             "lengths": hash_of_array(self.own_lengths),
@@ -106,12 +106,12 @@ class ChunkedDataset(IndexedDataset):
 
 
 def paths_of(prefix: str) -> tuple[Path, Path]:
-    """(the array's, the description's)"""
+    """(the array's path, the description's path)"""
     return Path(f"{prefix}.neighbours.npy"), Path(f"{prefix}.neighbours.json")
 
 
 def write_neighbours(dataset: ChunkedDataset, found: np.ndarray, made: dict) -> None:
-    """found [chunks, k], numbers of chunks; made: by what. UserError where it cannot be written."""
+    """Writes `found` [chunks, k], numbers of chunks; made: by what. UserError if writing fails."""
     array, description = paths_of(dataset.prefix)
     kind = np.int32 if dataset.chunk_count < 2**31 else np.int64
     said = {
@@ -127,8 +127,8 @@ def write_neighbours(dataset: ChunkedDataset, found: np.ndarray, made: dict) -> 
 def read_neighbours(
     dataset: ChunkedDataset, *, neighbours: int, split: str | None = None
 ) -> np.ndarray:
-    """[chunks, k], memory-mapped. UserError where there are none, they are of another dataset, of
-    other chunks, of documents that `split` holds out, or fewer than `neighbours`."""
+    """[chunks, k], memory-mapped. UserError if there are none, or if they are of another dataset,
+    of other chunks, of documents that `split` holds out, or fewer than `neighbours`."""
     array, description = paths_of(dataset.prefix)
     again = f"mtx data neighbours {dataset.prefix} --chunk {dataset.chunk}"
     if not description.exists():
@@ -170,10 +170,10 @@ def read_neighbours(
 
 
 class NeighbourSample(NamedTuple):
-    """One of a text."""
+    """A sample of a text, with its chunks' neighbours."""
 
     tokens: np.ndarray  # int32 [S + 1]
-    real: np.ndarray  # bool [S + 1]: what is of a document, and does not fill up its last chunk
+    real: np.ndarray  # bool [S + 1]: tokens of a document, not padding of its last chunk
     neighbours: np.ndarray  # int32 [N]
 
 
@@ -186,8 +186,8 @@ class NeighbourSamples:
         self, prefix: str, *, model: Retro, config: DataConfig, part: str, vocab: int,
         eod: int, cache: Any = None,
     ):  # fmt: skip
-        """UserError as `read_neighbours`, and for a dataset whose documents are too few to stay
-        whole in the parts of a split."""
+        """Raises UserError as `read_neighbours` does, and for a dataset with too few documents to
+        keep them whole in the parts of a split."""
         self._model, self._eod, self._vocab = model, eod, vocab
         self.data = ChunkedDataset(prefix, model.chunk)
         self._found = read_neighbours(self.data, neighbours=model.neighbours, split=config.split)
@@ -217,7 +217,7 @@ class NeighbourSamples:
             tokens.append(data.read(document, first, end, self._eod))
             real.append(np.arange(first, end) < data.own_lengths[document])
             chunks.append(data.first_chunks[document] + np.arange(first, end, chunk) // chunk)
-        # The token after the last one may begin a chunk of its own.
+        # The last token, which is only a target, may begin another chunk.
         numbers = np.concatenate(chunks)[: self.sequence // chunk]
         sample = NeighbourSample(
             np.concatenate(tokens), np.concatenate(real), self._retrieved(numbers)
@@ -247,8 +247,8 @@ def make_neighbour_batch(
     filled: int | None = None,
     width: int,
 ) -> Batch:
-    """As `make_batch`, and neighbours int32 [B, N], N = width: see `mtx.layers.retrieval`. A target
-    that fills up a document's last chunk has weight 0."""
+    """Like `make_batch`, and neighbours int32 [B, N], N = width: see `mtx.layers.retrieval`. A
+    target that pads a document's last chunk has weight 0."""
     shape = rows, source.sequence
     batch = {
         "tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32),
@@ -269,7 +269,7 @@ def neighbour_batch_maker(model: ModelConfig) -> Callable[..., Batch]:
 
 
 def check_neighbours(run: RunConfig, prefixes: list[str]) -> None:
-    """Raises the UserErrors of `open_with_neighbours` that can be seen at once."""
+    """Raises those UserErrors of `open_with_neighbours` that can be found at once."""
     assert isinstance(run.model, Retro)
     for prefix in prefixes:
         dataset = ChunkedDataset(prefix, run.model.chunk)
@@ -286,7 +286,7 @@ def open_with_neighbours(
     part: str, samples: int | None, cache: Any,
 ) -> NeighbourSamples | BlendedDataset:  # fmt: skip
     """One part of datasets with their neighbours. UserError for a tokenizer without an
-    end-of-document token, which fills up chunks."""
+    end-of-document token, which pads chunks."""
     assert isinstance(run.model, Retro)
     if tokenizer.eod is None:
         raise UserError(

@@ -1,14 +1,14 @@
 """Pairs of texts from a corpus of sentences, as in Megatron-LM's BERT dataset.
 
-Sentences of a document that follow each other are filled up to the room of a sample, which for a
-few samples is a random shorter one; a random sentence cuts them into A and B. Then, in half of the
-cases and as the label 1,
+Consecutive sentences of a document are taken until they fill the room of a sample, which is a
+random shorter one for a few samples; a random sentence begins B, and those before it are A. Then,
+in half of the cases and with label 1,
 
     sop   A and B are swapped (sentence order)
     nsp   B is of another document (next sentence, as in Devlin et al. 2019)
     none  there is no B, and no label
 
-What is too long loses tokens at random ends of the longer text.
+A pair that is too long loses tokens at random ends of the longer text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mtx.data.split import Division
 from mtx.errors import UserError
 from mtx.files import Name
 
-_SPANS, _SAMPLE = 2, 3  # what random numbers are for, in their keys
+_SPANS, _SAMPLE = 2, 3  # purposes of random numbers, in their keys
 
 
 class Sentences(Protocol):
@@ -35,7 +35,7 @@ class Sentences(Protocol):
     documents: np.ndarray  # int64 [documents + 1], the sentences up to each document's end
 
     def text(self, first: int, end: int) -> np.ndarray:
-        """The tokens of sentences `first` to before `end`."""
+        """The tokens of sentences `first` to `end`, exclusive."""
         ...
 
 
@@ -54,16 +54,16 @@ class SentenceList:
 
 
 class Pair(NamedTuple):
-    """Two texts; `second` is empty and `order` -1 where there is only one."""
+    """Two texts; `second` is empty and `order` -1 if there is only one."""
 
     first: np.ndarray
     second: np.ndarray
-    order: int  # 1: swapped, or of another document; 0: as they stood
+    order: int  # 1: swapped, or of another document; 0: in their order
 
 
 class Pairs:
-    """The pairs of some documents of a corpus, without an end: each epoch goes through the same
-    sentences in an order of its own, cut and swapped anew."""
+    """The endless pairs of some documents of a corpus: each epoch goes through the same sentences
+    in an order of its own, cut and swapped anew."""
 
     def __init__(
         self,
@@ -78,9 +78,8 @@ class Pairs:
         name: str = "the text",
     ):
         """part: the documents, and which sentences of each. room: tokens of a pair, at most.
-        short_fraction: the share of samples with a random room from 2 on. cache: see
-        `cached_arrays`; name: of the source, for messages. Raises UserError where there is not a
-        single pair."""
+        short_fraction: the share of samples with a random room of 2 or more. cache: see
+        `cached_arrays`; name: of the source, for messages. Raises UserError if no pair exists."""
         if room < 2:
             raise UserError(f"room={room} must hold 2 tokens of text; use a longer sequence")
         if not 0.0 <= short_fraction <= 1.0:
@@ -120,7 +119,7 @@ class Pairs:
         return len(self._spans["first"])
 
     def pair(self, index: int, rng: Rng) -> Pair:
-        """The pair of request `index`; what is left to chance follows from `rng`."""
+        """The pair of request `index`; its random choices are drawn from `rng`."""
         span = self._spans["visit"][place_in_epoch(index, len(self), self._seed)]
         first, end, room = (int(self._spans[name][span]) for name in ("first", "end", "room"))
         if self._order == "none":
@@ -136,7 +135,7 @@ class Pairs:
         return Pair(*_truncated(a, b, room, rng), int(changed))
 
     def _elsewhere(self, sentence: int, wanted: int, rng: Rng) -> np.ndarray:
-        """About `wanted` tokens of another document than this sentence's, at least a sentence."""
+        """About `wanted` tokens of a document other than this sentence's, at least one sentence."""
         own = np.searchsorted(self._begin, sentence, side="right") - 1
         other = rng.below(len(self._full) - 1)
         other += other >= np.searchsorted(self._full, own)
@@ -156,7 +155,7 @@ def rng_of(seed: int, index: int) -> Rng:
 
 
 def least_sentences(order: Order) -> int:
-    """The sentences of a sample, at least."""
+    """The fewest sentences of a sample."""
     return 1 if order == "none" else 2
 
 
@@ -171,12 +170,12 @@ def _build_spans(
     short_fraction: float,
     seed: int,
 ) -> Arrays:
-    """The sentences that make up each sample, of sentences `begin` to `stop` [documents] of each
+    """The sentences that make up each sample, from sentences `begin` to `stop` [documents] of each
     document; `lengths` are those of all sentences from `base` on. int64 [samples] each: the `first`
-    and the `end`, the `room` for tokens of both texts, and the order in which to `visit` them.
+    and the `end`, the `room` for tokens of both texts, and the order in which to `visit` samples.
 
-    All documents advance at once, a sample each. A span has `least` sentences or more, and takes
-    the last ones of its document with it if they are fewer than that.
+    All documents advance at once, by a sample each. A span has `least` sentences or more; it also
+    takes the last ones of its document if they are fewer than that.
     """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens up to each sentence
     place, stop = begin - base, stop - base
@@ -203,8 +202,8 @@ def _build_spans(
 
 
 def _truncated(a, b, room: int, rng: Rng) -> tuple[np.ndarray, np.ndarray]:
-    """`a` and `b` without what exceeds `room`: token by token, the longer one (`b` of equals) loses
-    one at a random end."""
+    """`a` and `b` without what exceeds `room`: token by token, the longer one (`b` if they are
+    equal) loses one at a random end."""
     left_a = min(len(a), max(room - room // 2, room - len(b)))
 
     def shortened(text: np.ndarray, left: int) -> np.ndarray:

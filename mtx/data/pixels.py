@@ -1,8 +1,8 @@
-"""Pictures as pixels, as CLIP's processor makes them: the shorter side resized to the model's, the
-middle cut out of it. What it does then, pixels over 255 and normed, the model does itself: bytes
-are read and sent to devices.
+"""Pictures as pixels, as CLIP's processor makes them: the shorter side is resized to the model's,
+and the middle is cut out. The processor's last step, dividing pixels by 255 and normalizing them,
+is left to the model, so that bytes are read and sent to devices.
 
-Files are decoded by Pillow; arrays (.npy) of the model's size need it not.
+Files are decoded by Pillow; arrays (.npy) of the model's size do not need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Picture = Path | np.ndarray  # a file, or uint8 [height, width, 3]
 
 
 def read_picture(picture: Picture, side: int) -> np.ndarray:
-    """uint8 [side, side, 3]. UserError for what is no picture."""
+    """uint8 [side, side, 3]. UserError for anything that is not a picture."""
     if isinstance(picture, np.ndarray):
         return _fitted(picture, side, "an array of pictures")
     if picture.name.lower().endswith(".npy"):
@@ -40,7 +40,7 @@ def read_picture(picture: Picture, side: int) -> np.ndarray:
 
 
 def require_pixels(array: np.ndarray, what: str) -> None:
-    """UserError where it is not uint8 [height, width, 3]."""
+    """UserError unless `array` is uint8 [height, width, 3]."""
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3 or not array.size:
         raise UserError(
             f"{what} is {array.dtype} {list(array.shape)} and must be uint8 [height, width, 3], of "
@@ -57,8 +57,8 @@ def _fitted(array: np.ndarray, side: int, what: str) -> np.ndarray:
 
 
 def _resized(image: Any, side: int, image_module: Any, what: str) -> np.ndarray:
-    """The longer side rounded down, bicubic; then the middle. UserError for a strip, of which that
-    would take memory without end."""
+    """The image resized (bicubic, the longer side rounded down), then its middle. UserError for a
+    narrow strip, whose resized image would take memory without bound."""
     short, long = min(image.size), max(image.size)
     if long > _MOST_LONG * short:
         raise UserError(

@@ -1,8 +1,8 @@
 """Random numbers and orders that no numpy version changes, and the samples of a text in memory.
 
 S sequence. Sample i of a text is tokens[i*S : i*S + S + 1]: neighbours share one token, so that
-every token but the first is a target exactly once (Megatron-LM's way). What remains after the last
-full sample is left out.
+every token except the first is a target exactly once (Megatron-LM's way). Tokens after the last
+full sample are left out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 
 class Rng:
-    """A stream of random numbers of its own for each key.
+    """A separate stream of random numbers for each key.
 
-    From PCG64's raw output, which numpy guarantees; what `Generator` makes of it may change between
-    versions, and a resumed run or a second host must get the same.
+    They come from PCG64's raw output, which numpy guarantees; what `Generator` makes of it may
+    change between versions, and a resumed run or a second host must get the same.
     """
 
     def __init__(self, *key: int):
-        self._bits = _bits(*key, 1)  # 1: no key of `shuffled`, which ends otherwise
+        self._bits = _bits(*key, 1)  # 1: not a key of `shuffled`, which ends differently
 
     def uniform(self, count: int) -> np.ndarray:
         """float64 [count] in [0, 1)."""
@@ -32,25 +32,25 @@ class Rng:
         return self._bits.random_raw() % bound
 
     def permutation(self, count: int) -> np.ndarray:
-        """Of range(count), int64 [count]."""
+        """A permutation of range(count), int64 [count]."""
         return np.argsort(self._bits.random_raw(count), kind="stable")
 
 
 def _bits(*key: int) -> np.random.PCG64:
-    """Keys that differ only in trailing zeros are the same key."""
+    """The bit generator of a key. Keys that differ only in trailing zeros are the same key."""
     return np.random.PCG64(np.random.SeedSequence(key))
 
 
 def shuffled(count: int, *key: int) -> np.ndarray:
-    """A permutation of range(count), int64 [count], that depends on `count` and `key` only."""
+    """A permutation of range(count), int64 [count], that depends only on `count` and `key`."""
     return np.argsort(_bits(*key).random_raw(count), kind="stable")
 
 
 def place_in_epoch(index: int, count: int, seed: int) -> int:
-    """Where request `index` of an endless stream looks in an order of `count` things.
+    """The place of request `index` of an endless stream in an order of `count` things.
 
-    In the first epoch at its own place. Each later epoch goes through the order, which is random
-    already, in strides and from a start of its own: that needs neither memory nor time.
+    In the first epoch, each request takes its own place. Each later epoch goes through the order,
+    which is random already, with its own start and stride: that takes neither memory nor time.
     """
     epoch, place = divmod(index, count)
     start, stride = _strides(count, seed, epoch) if epoch else (0, 1)
@@ -58,7 +58,7 @@ def place_in_epoch(index: int, count: int, seed: int) -> int:
 
 
 def require_sample(index: int, count: int, what: str) -> int:
-    """The index; IndexError where `what` has no such sample."""
+    """Returns `index`; IndexError if `what` has no such sample."""
     if not 0 <= index < count:
         raise IndexError(f"sample {index} of {what}, which has {count:,}; ask for more samples")
     return index
@@ -74,17 +74,17 @@ def _strides(count: int, seed: int, epoch: int) -> tuple[int, int]:
 
 
 class Samples:
-    """Random access to the samples of a text, epoch after epoch: the text has no end."""
+    """Random access to the samples of a text, epoch after epoch without end."""
 
     def __init__(self, tokens: np.ndarray, *, sequence: int, seed: int | None):
         """`tokens` [at least sequence + 1], of any integer type; kept, not copied.
-        seed: of the order of each epoch; None: the order of the text."""
+        seed: for the order of each epoch; None: the order of the text."""
         windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence + 1)
         self.tokens, self.sequence = tokens, sequence
         self._samples = windows[::sequence]  # [samples, S + 1], a view
         self._seed = seed
         self.part_tokens, self.distinct = len(tokens), len(self)
-        # The running epoch and the next, which a batch may straddle.
+        # The current epoch and the next: a batch may straddle them.
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:

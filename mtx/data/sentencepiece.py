@@ -19,14 +19,14 @@ _CUTS = re.compile(rf"(?<=[^\s{BLANK}])(?= [^\s{BLANK}])")  # before a single bl
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A model of SentencePiece's. Control symbols are never found in a text."""
+    """A SentencePiece model. Control symbols are never found in a text."""
 
     kind = "sentencepiece"
 
     def __init__(self, data: bytes, *, name: str, eod: Eod, sha256: str | None = None):
         """data: the content of a `.model`. eod "auto" is its end-of-sequence token. sha256: of the
-        file that the model was read from, where that is not `data`. Raises UserError for what is no
-        such model, and where the library is not installed."""
+        file that the model was read from, if that is not `data`. Raises UserError for data that are
+        not such a model, and if the library is not installed."""
         library, messages = _library()
         self._data, self._processor = data, library.SentencePieceProcessor()
         try:
@@ -63,14 +63,14 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, values: dict) -> SentencePieceTokenizer:
-        """The inverse of `to_dict`; also of what mtx 0.1 wrote."""
+        """The inverse of `to_dict`; also reads what mtx 0.1 wrote."""
         data = base64.b64decode(values["file"]) if "file" in values else _first_format(values)
         return cls(data, **{name: values[name] for name in ("name", "eod", "sha256")})
 
 
 def _encodes_words(model: Any) -> bool:
-    """Whether words are encoded one by one, and the parts before and after _CUTS are written as in
-    the whole: the blank becomes the second's prefix, or nothing is changed in any text."""
+    """Whether words are encoded one by one, and the parts before and after _CUTS are normalized as
+    in the whole text: the blank becomes the second part's prefix, or no text is changed at all."""
     form, kinds = model.normalizer_spec, type(model).SentencePiece
     trimmed = form.add_dummy_prefix and form.remove_extra_whitespaces
     kept = not (form.add_dummy_prefix or form.remove_extra_whitespaces or form.precompiled_charsmap)
@@ -80,21 +80,21 @@ def _encodes_words(model: Any) -> bool:
         (trimmed or kept)
         and form.escape_whitespaces
         and not model.trainer_spec.treat_whitespace_as_suffix
-        # In BPE, the user's symbols are found before all others.
+        # In BPE, user-defined symbols are found before all others.
         and not (defined and model.trainer_spec.model_type == model.trainer_spec.BPE)
         and not any(inside.search(token.piece) for token in model.pieces)
     )
 
 
 def _first_format(values: dict) -> bytes:
-    """The model in the document of a checkpoint by mtx 0.1: a description for `tokenizers`, in
-    which a token that is not looked for in a text is spelled with a blank before it."""
+    """The model in a checkpoint's document by mtx 0.1: a description for `tokenizers`, in which a
+    token that is not looked for in a text is spelled with a blank before it."""
     _, messages = _library()
     described, form, model = values["model"]["model"], values["form"], messages.ModelProto()
     unigram, kinds = described["type"] == "Unigram", model.SentencePiece
     if unigram:
         tokens, unknown = described["vocab"], described["unk_id"]
-    else:  # the earlier a merge, the higher the score of what it makes
+    else:  # the earlier a merge, the higher the score of its result
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in described["merges"])
         ranks: dict[str, int] = {}
         for rank, pair in enumerate(pairs):
@@ -122,7 +122,7 @@ def _first_format(values: dict) -> bytes:
 
 
 def _library() -> tuple[Any, Any]:
-    """The library, and the messages of which its files are made."""
+    """The library, and the messages that make up its files."""
     try:
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2

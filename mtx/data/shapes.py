@@ -1,5 +1,5 @@
-"""Pictures that are drawn, of coloured shapes, with captions: what an image model trains on where
-no files are named, as models of text do on Python's help topics."""
+"""Drawn pictures of coloured shapes, with captions: what an image model trains on if no files are
+named, as text models train on Python's help topics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtx.data.samples import Rng
 
 COUNT = 512  # pictures
 SOURCE = f"{COUNT} drawn shapes"
-_DRAWING = 11  # what random numbers are for
+_DRAWING = 11  # purpose of random numbers, in their keys
 COLOURS = {
     "red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 210, 50),
     "white": (245, 245, 245), "black": (20, 20, 20),
@@ -25,7 +25,7 @@ class Drawing(NamedTuple):
 
 
 def draw(number: int, side: int, seed: int) -> Drawing:
-    """The picture of that number: a shape of a third to two thirds of the side, anywhere."""
+    """Picture `number`: a shape of a third to two thirds of the side, at a random place."""
     rng = Rng(seed, _DRAWING, number)
     colour, ground = (list(COLOURS)[n] for n in rng.permutation(len(COLOURS))[:2])
     shape = SHAPES[rng.below(len(SHAPES))]
@@ -38,7 +38,7 @@ def draw(number: int, side: int, seed: int) -> Drawing:
 
 
 def _inside(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Where a shape is, which fills the square from 0 to 1."""
+    """Which points lie in a shape that fills the square from 0 to 1."""
     if shape == "circle":
         return (y - 0.5) ** 2 + (x - 0.5) ** 2 <= 0.25
     within = (y >= 0) & (y <= 1) & (x >= 0) & (x <= 1)

@@ -43,8 +43,8 @@ class Chunk:
     part: bool = False  # whether `texts` is a part of a document
     ends: bool = True  # of a part: whether the document ends with it
     data: bytes = b""  # lines
-    line: int = 0  # of lines: the number of the first, from 1
-    read_bytes: int = 0  # read from the file for this chunk, packed as they are
+    line: int = 0  # of `data`: the number of its first line, from 1
+    read_bytes: int = 0  # read from the file for this chunk, before decompression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ class Reading:
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
-    """The files that are named and those in the folders that are, in the order of their names.
-    Raises UserError for what is not there, is of no kind that can be read, or has no such file."""
+    """The named files, and those in the named folders: in the order of `names` and, in a folder, of
+    paths. Raises UserError for a file that is missing or of no kind that can be read, and for a
+    folder without such a file."""
     files = []
     for name in names:
         path = user_path(name)
@@ -76,10 +77,10 @@ def find_files(names: Sequence[str]) -> list[Path]:
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """The files with one of these suffixes, recursively and through links, but for hidden names;
-    those of a folder before those of folders in it, each in the order of their names. Raises
-    UserError where there are none, or a folder cannot be listed."""
-    found, visited = False, set()  # real paths: a link to a parent must not be walked for ever
+    """The files with one of these suffixes, recursively and through links, except hidden names; a
+    folder's files come before those of its subfolders, each sorted by name. Raises UserError if
+    there are none, or if a folder cannot be listed."""
+    found, visited = False, set()  # real paths: a link to a parent must not be followed for ever
 
     def refuse(error: OSError) -> None:
         raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable")
@@ -103,8 +104,8 @@ def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 def read_chunks(
     files: Iterable[Path], reading: Reading, *, cuts: re.Pattern | None, most_characters: int
 ) -> Iterator[Chunk]:
-    """The files' chunks in order. A text that is one document is cut at `cuts`, or not at all.
-    Raises UserError for what cannot be read, unpacked or decoded, for a line of more than
+    """The files' chunks in order. A file that is one document is cut at `cuts`; None: not at all.
+    Raises UserError for a file that cannot be read, unpacked or decoded, for a line of more than
     `reading.most_line_bytes`, and for a document that cannot be cut below `most_characters`."""
     for path in files:
         if path.name.lower().endswith(PARQUET_SUFFIXES):
@@ -125,7 +126,7 @@ def texts_of(chunk: Chunk, reading: Reading) -> list[Text]:
 
 
 def lines_of(chunk: Chunk) -> list[tuple[int, str]]:
-    """The lines of a chunk with their numbers, but for blank ones."""
+    """The lines of a chunk with their numbers, except blank ones."""
     try:
         text = chunk.data.decode()
     except UnicodeDecodeError as error:
@@ -144,7 +145,7 @@ def read_texts(
     names: Sequence[str], reading: Reading, *, cuts: re.Pattern, most_bytes: int | None = None
 ) -> Iterator[str]:
     """The text of the files and folders in `names`, document by document, a long one in parts cut
-    at `cuts`; it ends where it comes to `most_bytes` of UTF-8."""
+    at `cuts`; ends when it reaches `most_bytes` of UTF-8."""
     left = math.inf if most_bytes is None else most_bytes
     chunks = read_chunks(find_files(names), reading, cuts=cuts, most_characters=_CHUNK_BYTES * 8)
     for text in (text for chunk in chunks for text in texts_of(chunk, reading)):
@@ -161,7 +162,7 @@ def read_whole(path: Path) -> str:
 
 
 def field_of(record: object, field: str, where: str) -> Any:
-    """`record[field]`; UserError where there is none."""
+    """`record[field]`; UserError if there is none."""
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no field {field!r}, but {has or 'nothing'}; name another")
@@ -176,7 +177,7 @@ def _texts(line: str, field: str, where: str) -> Text:
 
 
 def require_text(value: object, what: str) -> str:
-    """`value`; UserError where it is something else, or holds half of a surrogate pair."""
+    """`value`; UserError if it is not text, or holds half of a surrogate pair."""
     if not isinstance(value, str):
         raise UserError(f"{what} holds {type(value).__name__}, not text")
     try:

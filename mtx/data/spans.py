@@ -1,14 +1,14 @@
 """Span corruption, what a T5 trains on (Raffel et al. 2020, section 3.1.4).
 
-Of a text of R tokens a fraction is left out, in spans of a mean length. The encoder reads the text
-with a sentinel in place of each span; the decoder writes each sentinel and the span after it:
+A fraction of a text of R tokens is left out, in spans of a mean length. The encoder reads the text
+with a sentinel in place of each span; the decoder writes each sentinel and its span after it:
 
     text     Thank you for inviting me to your party
     inputs   Thank you <extra_id_0> me to your <extra_id_1> </s>
     targets  <extra_id_0> for inviting <extra_id_1> party </s>
 
-How many tokens and spans are left out follows from R alone, as in T5's own code, and R is the
-longest whose inputs and targets fit: there is no padding but what remains of the shorter side.
+How many tokens and spans are left out depends on R alone, as in T5's own code, and R is the longest
+whose inputs and targets fit: only the rest of the shorter side is padding.
 
 B batch rows · E the encoder's sequence · S the decoder's. A sample is a pure function of the text,
 the seed and its number.
@@ -30,23 +30,23 @@ from mtx.data.samples import Rng
 from mtx.data.tokenizer_base import Tokenizer
 from mtx.errors import UserError
 
-_SENTINELS = 100  # as T5 has
+_SENTINELS = 100  # as in T5
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpanVocab:
-    """The tokens that span corruption needs beside those of the text."""
+    """The tokens that span corruption needs besides those of the text."""
 
-    pad: int  # fills rows, and is what the decoder begins with
+    pad: int  # fills rows, and is the decoder's first token
     end: int
     sentinels: np.ndarray  # int32, in the order in which they are used
     size: int  # all tokens are below it
 
 
 def find_span_vocab(tokenizer: Tokenizer) -> SpanVocab:
-    """A T5's own tokens <pad> and <extra_id_0> to <extra_id_99>; where a tokenizer has none, as
-    many behind its vocabulary. UserError for one without an end-of-document token."""
+    """A T5's own tokens <pad> and <extra_id_0> to <extra_id_99>; if a tokenizer lacks them, as many
+    after its vocabulary. UserError for one without an end-of-document token."""
     if tokenizer.eod is None:
         raise UserError(
             f"the tokenizer {tokenizer.name} has no end-of-document token, which a T5 needs; use "
@@ -65,7 +65,7 @@ def find_span_vocab(tokenizer: Tokenizer) -> SpanVocab:
 
 
 class SpanTokenizer(Tokenizer):
-    """A tokenizer that reads and writes sentinels by their names; padding vanishes."""
+    """A tokenizer that reads and writes sentinels by name, and leaves out padding."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._text, self.special = tokenizer, find_span_vocab(tokenizer)
@@ -111,7 +111,7 @@ class SpanTokenizer(Tokenizer):
 
 
 class Lengths(NamedTuple):
-    """Of a sample, in tokens."""
+    """The sizes of a sample: tokens, and the number of spans."""
 
     text: int  # R
     left_out: int
@@ -133,8 +133,8 @@ def _lengths(text: int, config: DataConfig) -> Lengths:
 
 
 def sample_lengths(model: ModelConfig, config: DataConfig) -> Lengths:
-    """Of the longest text whose inputs fit into encoder_sequence=E and whose targets into
-    sequence=S. UserError where none does, and where there are more spans than sentinels."""
+    """The sizes for the longest text whose inputs fit into encoder_sequence=E and whose targets fit
+    into sequence=S. UserError if none does, and if there are more spans than sentinels."""
     inputs, targets = model.sequences["encoder_sequence"], model.sequence
     longest = min(inputs / (1 - config.mask_fraction), targets / config.mask_fraction)
     for text in range(int(longest) + 2, 1, -1):
@@ -157,14 +157,14 @@ def sample_lengths(model: ModelConfig, config: DataConfig) -> Lengths:
 
 
 class SpanSample(NamedTuple):
-    """int32, each with the end of a text."""
+    """int32, each with the end-of-document token."""
 
     inputs: np.ndarray
     targets: np.ndarray
 
 
 class SpanSamples:
-    """The samples of a source of texts of R tokens."""
+    """Samples made from a source of texts of R tokens."""
 
     def __init__(
         self, source: SampleSource, vocab: SpanVocab, *, model: ModelConfig, config: DataConfig
@@ -176,7 +176,7 @@ class SpanSamples:
         self.distinct, self.part_tokens = source.distinct, source.part_tokens
 
     def __getitem__(self, index: int) -> SpanSample:
-        """Sample `index`: the same text as one epoch before, with other spans."""
+        """Sample `index`. Each epoch has the same texts, but with other spans."""
         return corrupt(
             self._source[index], self._vocab, self._lengths.left_out, self._lengths.spans,
             rng_of(self._seed, index),
@@ -186,7 +186,7 @@ class SpanSamples:
 def corrupt(
     tokens: np.ndarray, vocab: SpanVocab, left_out: int, spans: int, rng: Rng
 ) -> SpanSample:
-    """The tokens without `spans` spans, of so many tokens together; the first token stays."""
+    """The tokens without `spans` spans, of `left_out` tokens together; the first token stays."""
     stay, leave = _cut(len(tokens) - left_out, spans, rng), _cut(left_out, spans, rng)
     inputs, targets, place = [], [], 0
     for kept, gone, sentinel in zip(stay, leave, vocab.sentinels[:spans, None]):
@@ -199,7 +199,7 @@ def corrupt(
 
 
 def _cut(count: int, parts: int, rng: Rng) -> list[int]:
-    """The sizes of so many parts of `count` things, each cut as likely as any other."""
+    """The sizes of `parts` parts of `count` things; all ways to cut them are equally likely."""
     cuts = np.sort(rng.permutation(count - 1)[: parts - 1]) + 1
     return np.diff(cuts, prepend=0, append=count).tolist()
 
@@ -213,9 +213,9 @@ def make_span_batch(
     filled: int | None = None,
     vocab: SpanVocab,
 ) -> Batch:
-    """As `make_batch`: inputs int32 [B, E], segments int32 [B, E] (0 for padding, 1 for the rest),
-    tokens int32 [B, S] (the targets one place on, behind `pad`), targets int32 [B, S] and weights
-    float32 [B, S] (1 but for padding)."""
+    """Like `make_batch`: inputs int32 [B, E], segments int32 [B, E] (0 for padding, 1 for the
+    rest), tokens int32 [B, S] (`pad`, then the targets except the last), targets int32 [B, S] and
+    weights float32 [B, S] (0 for padding, 1 for the rest)."""
     inputs, targets = (rows, source.encoder_sequence), (rows, source.sequence)
     batch = {
         "inputs": np.full(inputs, vocab.pad, np.int32), "segments": np.zeros(inputs, np.int32),

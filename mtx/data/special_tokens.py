@@ -1,4 +1,4 @@
-"""What BERT's samples need of a tokenizer: its special tokens, and which tokens continue a word."""
+"""What BERT's samples need from a tokenizer: special tokens, and which tokens continue a word."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BertVocab:
 
     special: SpecialTokens
     continues: np.ndarray  # bool [V], whether a token continues the word before it
-    others: np.ndarray  # int32, the tokens that may take the place of another: all but the special
+    others: np.ndarray  # int32, the tokens that may replace another: all except special ones
 
     @property
     def size(self) -> int:
@@ -45,7 +45,7 @@ class BertVocab:
 
 
 def find_special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """The special tokens of a tokenizer. Raises UserError where it has not all of them."""
+    """The special tokens of a tokenizer. Raises UserError if it lacks any of them."""
     known = tokenizer.vocabulary()
     if missing := [name for name in NAMES if name not in known]:
         raise UserError(
@@ -58,8 +58,8 @@ def find_special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 def find_bert_vocab(tokenizer: Tokenizer) -> BertVocab:
     """A tokenizer's vocabulary for masking. Raises UserError as `find_special_tokens` does.
 
-    A token that begins with WordPiece's "##" continues a word; where no token does, as in other
-    kinds of tokenizers, each is a word of its own.
+    A token that begins with WordPiece's "##" continues a word; if no token does, as in other kinds
+    of tokenizers, each is a word of its own.
     """
     special, continues = find_special_tokens(tokenizer), np.zeros(tokenizer.vocab, bool)
     continues[[n for token, n in tokenizer.vocabulary().items() if token.startswith("##")]] = True

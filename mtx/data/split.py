@@ -1,8 +1,8 @@
 """Which part of a corpus is trained on, and which is held out.
 
-Megatron-LM gives each part whole sequences, in their order. Of a few long texts that leaves some
-part with nothing; then each text is cut instead, and each part has its share of every one: what is
-held out lies near the end of each.
+Megatron-LM gives each part whole sequences, in their order. If texts are few and long, that leaves
+some part with nothing; each text is then cut instead, and each part has a share of every text: what
+is held out lies near the end of each.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ def parse_split(ratios: str) -> Split:
 
 
 def split_range(split: Split, part: str, count: int) -> tuple[int, int]:
-    """(first, end): which of `count` things in a row fall to `part`."""
+    """(first, end): which of `count` things in a row belong to `part`."""
     low, high = _shares(split, part)
     return round(low * count), round(high * count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """What one part has of a row of texts: some of them whole, or a share of each."""
+    """One part's share of a list of texts: some texts whole, or a share of each text."""
 
-    first: int  # the texts
+    first: int  # the texts `first` to `end`, exclusive
     end: int
-    cut: tuple[float, float] | None = None  # of each, from this share of it to that; None: all
+    cut: tuple[float, float] | None = None  # of each text, from this share of it to that; None: all
 
     def within(self, count: int) -> tuple[int, int]:
-        """(first, end): which of the `count` things in a text are the part's."""
+        """(first, end): which of the `count` things in a text belong to the part."""
         if self.cut is None:
             return 0, count
         low, high = self.cut
         return round(low * count), round(high * count)
 
     def spans(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`within` of each of the part's texts, int64, where `counts` are those of all texts."""
+        """`within` for each of the part's texts, int64; `counts` are those of all texts."""
         low, high = self.cut or (0.0, 1.0)
         counts = counts[self.first : self.end]
         return np.rint(low * counts).astype(np.int64), np.rint(high * counts).astype(np.int64)
 
     def sizes(self, counts: np.ndarray) -> np.ndarray:
-        """How many they are, in each of the part's texts."""
+        """How many things belong to the part, in each of its texts."""
         if self.cut is None:
             return counts[self.first : self.end]
         first, end = self.spans(counts)
@@ -79,11 +79,11 @@ def divide(
     serves: Callable[[np.ndarray], bool],
     parts: tuple[str, ...] = PARTS[:2],
 ) -> Division:
-    """What `part` has of texts of `counts` things each.
+    """The share of `part` in texts of `counts` things each.
 
-    by: "documents": texts stay whole; "tokens": each is cut; "auto": they stay whole where
-    `serves`, which gets the counts of a part's texts, holds for all `parts` of a share above 0. It
-    is the same for all parts, so that none has what another has.
+    by: "documents": texts stay whole; "tokens": each is cut; "auto": they stay whole if `serves`,
+    which gets the counts of a part's texts, holds for all `parts` with a share above 0. The choice
+    is the same for all parts, so that no part has what another has.
     """
     split = parse_split(ratios)
     whole = by == "documents" or by == "auto" and all(
@@ -99,25 +99,25 @@ def divide(
 
 @dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """What a run would train on and hold out, if nothing is said of it."""
+    """What a run would train on and hold out if its config says nothing about it."""
 
     by: SplitBy  # "documents" or "tokens"
-    documents: int  # to train on, and
+    documents: int  # to train on
     held_out_documents: int
     tokens: int
     held_out_tokens: int
 
     @property
     def lopsided(self) -> bool:
-        """Whether whole documents hold out less than half or more than twice of what is asked."""
+        """Whether whole documents hold out less than half or more than twice their share."""
         _, share, _ = parse_split(DEFAULT_SPLIT)
         held_out = self.held_out_tokens / (self.tokens + self.held_out_tokens)
         return self.by == "documents" and not share / 2 <= held_out <= 2 * share
 
 
 def foresee(lengths: np.ndarray) -> Foreseen:
-    """For documents of these `lengths` in tokens, and samples that are not longer than what is held
-    out: where they are, each document is cut."""
+    """The default split of documents of these `lengths` in tokens, for samples that are not longer
+    than the held-out text; if they are longer, each document is cut."""
     parts = [
         divide(lengths, DEFAULT_SPLIT, part, serves=lambda some: int(some.sum(dtype=np.int64)) > 1)
         for part in PARTS[:2]
@@ -131,7 +131,7 @@ def foresee(lengths: np.ndarray) -> Foreseen:
 
 
 def _shares(split: Split, part: str) -> tuple[float, float]:
-    """Where the part begins and ends, as shares of all."""
+    """Where the part begins and ends, as shares of the whole."""
     if part not in PARTS:
         raise UserError(f"unknown part {part!r}: known are {', '.join(PARTS)}")
     *_, low, high = itertools.accumulate(split[: PARTS.index(part) + 1], initial=0.0)

@@ -1,7 +1,7 @@
 """Tokenizers of the `tokenizers` library, in bounded memory.
 
-`tokenizers` takes about 150 bytes a character for the text that it encodes at once, so long texts
-go to it in parts, cut where the tokens do not change.
+`tokenizers` takes about 150 bytes per character of the text that it encodes at once, so long texts
+go to it in parts, cut where this does not change the tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tokenizers
 from mtx.data.tokenizer_base import Eod, Tokenizer, TokenizerIdentity, find_eod, hash_of
 from mtx.errors import UserError, reason
 
-MOST_CHARACTERS = 2**22  # of one part: about 600 MB inside of `tokenizers`
+MOST_CHARACTERS = 2**22  # of one part: about 600 MB inside `tokenizers`
 _PART_CHARACTERS = 2**13
 _BATCH_CHARACTERS = 2**17  # which the library's threads share
 
@@ -36,12 +36,13 @@ class SubwordTokenizer(Tokenizer):
     kind = "subwords"
 
     def __init__(self, described: dict, *, name: str, eod: Eod, sha256: str | None = None):
-        """described: what a `tokenizer.json` holds. eod: see `find_eod`. sha256: of what decides
-        the tokens, where that is not `described`. Raises UserError for what is no tokenizer."""
+        """described: the content of a `tokenizer.json`. eod: see `find_eod`. sha256: of what
+        determines the tokens, if that is not `described`. Raises UserError if `described` is not a
+        tokenizer."""
         self.described = {**described, "truncation": None, "padding": None}
         try:
             self._model = tokenizers.Tokenizer.from_str(json.dumps(self.described))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises nothing more specific
             raise UserError(f"{name} must be a tokenizer.json: {reason(error)}") from None
         self._model.encode_special_tokens = True  # as text
         known = self.vocabulary()
@@ -87,7 +88,7 @@ class SubwordTokenizer(Tokenizer):
         return cls(values["model"], **{name: values[name] for name in ("name", "eod", "sha256")})
 
     def _find_cuts(self) -> re.Pattern | None:
-        """The cuts of _CUTS that do not change the tokens of a probe. A tokenizer that marks the
+        """Those of _CUTS that do not change the tokens of a probe. A tokenizer that marks the
         beginning of every text, as SentencePiece's do, has none."""
         kept = []
         for cut in _CUTS:
@@ -102,7 +103,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def cut_text(text: str, cuts: re.Pattern | None, size: int) -> Iterator[str]:
-    """`text` in parts of at least `size` characters, up to the next place where it may be cut."""
+    """`text` in parts of at least `size` characters, each up to the next possible cut."""
     start = 0
     while start < len(text):
         place = cuts.search(text, start + size) if cuts else None

@@ -1,7 +1,7 @@
 """Bytes as token ids, and BPE and BERT's WordPiece trained on one's own text.
 
-No text encodes to the end-of-document token of bytes and of a BPE trained here: only the joining of
-documents writes it.
+No text encodes to the end-of-document token of bytes or of a BPE trained here: it is written only
+where documents are joined.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mtx.fields import checked
 from mtx.sizes import TrainedBytes, TrainedVocab
 
 END_OF_TEXT = "<|endoftext|>"
-WORDPIECE = "wordpiece"  # its name, as DataConfig.tokenizer
+WORDPIECE = "wordpiece"  # its name in DataConfig.tokenizer
 _MOST_CHARACTERS = 1000  # in WordPiece's vocabulary; others are unknown, as in BERT's own
 _BLOCK_CHARACTERS = 2**16
-# No word of GPT-2's pattern starts left of such a place and ends right of it, and cutting there
-# changes no word: of a run of blanks, the last one opens a word of its own or the next word.
+# No word of GPT-2's pattern reaches across such a place, and cutting there changes no word: the
+# last of a run of blanks begins a word of its own or the next word.
 BETWEEN_WORDS = re.compile(r"(?=[ \t\r\n]\S)")
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8. NUL, which stands in no text, ends a document: the vocabulary
-    stays at 256."""
+    """The 256 bytes of UTF-8. NUL, which occurs in no text, ends a document, so there are no more
+    than 256 tokens."""
 
     kind = "bytes"
     cuts = re.compile("")
@@ -71,7 +71,7 @@ def train_bpe(texts: Iterable[str], *, vocab: int, end: str | None = None) -> Su
 
     end: how the end-of-document token is spelled, for a tokenizer that is to be a file; None: it
     has no spelling. The same texts give the same tokenizer, whatever the number of threads. A text
-    too small for so many merges gives fewer ids: read the result's `vocab`.
+    too small for that many merges gives fewer ids: read the result's `vocab`.
     """
     checked("vocab", vocab, TrainedBytes)
     model = byte_level(models.BPE())
@@ -97,7 +97,7 @@ def byte_level(model: models.BPE, *, prefix: bool = False) -> tokenizers.Tokeniz
 def train_wordpiece(texts: Iterable[str], *, vocab: int) -> SubwordTokenizer:
     """A lower-case WordPiece of at most `vocab` tokens, BERT's special tokens first among them.
 
-    `texts` are gone through twice. As `train_bpe` in what else holds.
+    `texts` are gone through twice. Otherwise as `train_bpe`.
     """
     checked("vocab", vocab, TrainedVocab)
     trained = bert_model(models.WordPiece(unk_token="[UNK]"), lower=True)
@@ -107,7 +107,7 @@ def train_wordpiece(texts: Iterable[str], *, vocab: int) -> SubwordTokenizer:
     found = sorted((-count, a) for a, count in counts.items() if not a.isspace())
     alphabet = sorted(a for _, a in found[: min(_MOST_CHARACTERS, vocab // 4)])
     # The trainer numbers "##a" when it comes upon it, in an order that changes from run to run. It
-    # keeps the numbers of special tokens: all that decides the order stands among these.
+    # keeps the numbers of special tokens, so all tokens that decide the order are among these.
     first = [*BERT_TOKENS, *alphabet, *(f"##{a}" for a in alphabet if _goes_on(a, trained))]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab, special_tokens=first, limit_alphabet=len(alphabet), show_progress=False
@@ -128,13 +128,14 @@ def bert_model(model: models.WordPiece, *, lower: bool) -> tokenizers.Tokenizer:
 
 
 def _goes_on(character: str, tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether a word can go on with it: punctuation and Chinese are words of their own."""
+    """Whether a word can go on with `character`: punctuation and Chinese are words by
+    themselves."""
     text = tokenizer.normalizer.normalize_str(f"a{character}")
     return len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) == 1
 
 
 def tokenizer_from_dict(values: dict) -> Tokenizer:
-    """The inverse of `Tokenizer.to_dict`; UserError for a kind that is not known."""
+    """The inverse of `Tokenizer.to_dict`; UserError for an unknown kind."""
     known = {one.kind: one for one in (ByteTokenizer, SubwordTokenizer, SentencePieceTokenizer)}
     kind = values.get("kind")
     if kind in known:
@@ -147,9 +148,9 @@ def tokenizer_from_dict(values: dict) -> Tokenizer:
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
-    """The texts in blocks of which a tokenizer learns what it would of the whole.
+    """The texts in blocks from which a tokenizer learns the same as from the whole.
 
-    `tokenizers` takes about 150 bytes a character, so a large file cannot be given to it whole.
+    `tokenizers` takes about 150 bytes per character, so a large file cannot be given to it whole.
     """
     for text in texts:
         yield from cut_text(text, BETWEEN_WORDS, _BLOCK_CHARACTERS)

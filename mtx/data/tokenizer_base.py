@@ -14,19 +14,19 @@ from mtx.errors import UserError
 from mtx.fields import resolve_types
 
 # An end-of-document token: its number, which may be the first beyond the vocabulary; its name in
-# the vocabulary, or else its number in digits; "auto"; None or "none" where there is to be none.
+# the vocabulary, or else its number in digits; "auto"; None or "none" for no such token.
 Eod = str | int | None
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eod>", "<|eod|>", "</s>", "<eos>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerIdentity:
-    """Which tokenizer made the tokens. Two are the same where `sha256` and `eod` are."""
+    """Which tokenizer made the tokens. Two are the same if their `sha256` and `eod` are."""
 
     name: str  # for people: "bytes", "bpe", or the name of a file
-    sha256: str  # of what decides the tokens
+    sha256: str  # of what determines the tokens
     vocab: int  # every token is below it
-    eod: int | None  # the end-of-document token, where one was written
+    eod: int | None  # the end-of-document token, if one was written
 
     def __post_init__(self):
         resolve_types(self)
@@ -61,7 +61,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 [tokens], without an end-of-document token. Special tokens that
-        are spelled out in a text are text."""
+        are spelled out in a text are encoded as text."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -69,8 +69,8 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`: end-of-document tokens vanish, broken UTF-8 becomes U+FFFD.
-        ValueError for an id outside of the vocabulary."""
+        """The text of `ids`, without end-of-document tokens; broken UTF-8 becomes U+FFFD.
+        ValueError for an id outside the vocabulary."""
         given = np.asarray(ids, np.int64).reshape(-1)
         wrong = given[(given < 0) | (given >= self.vocab)]
         if wrong.size:
@@ -81,11 +81,11 @@ class Tokenizer:
         raise NotImplementedError
 
     def vocabulary(self) -> dict[str, int]:
-        """Ids by their spelling; empty where tokens have none, as bytes."""
+        """Ids by their spelling; empty if tokens have none, such as bytes."""
         return {}
 
     def special_tokens(self) -> dict[str, int]:
-        """Those of the vocabulary that no text is encoded to, but for a template's marks."""
+        """Tokens of the vocabulary that no text is encoded to, except a template's marks."""
         return {}
 
     def to_dict(self) -> dict:
@@ -95,7 +95,7 @@ class Tokenizer:
 
 
 def find_eod(known: dict[str, int], *, name: str, eod: Eod) -> int | None:
-    """The end-of-document token of a vocabulary; UserError where it has none such."""
+    """The end-of-document token of a vocabulary; UserError if it has no such token."""
     if eod is None or eod == "none":
         return None
     next_id = max(known.values(), default=-1) + 1
@@ -114,6 +114,6 @@ def find_eod(known: dict[str, int], *, name: str, eod: Eod) -> int | None:
 
 
 def hash_of(described: object) -> str:
-    """Of what is described, not of how the file is laid out."""
+    """The hash of what is described, not of how the file is laid out."""
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

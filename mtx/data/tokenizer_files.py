@@ -21,20 +21,20 @@ from mtx.errors import UserError
 from mtx.files import read_bytes, read_json, read_text, replacing
 from mtx.paths import user_path
 
-# What a folder may hold, the first of them that is there.
+# What a folder may hold; the first of them that exists is read.
 _IN_FOLDERS = (
     "tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "vocab.txt",
 )  # fmt: skip
-_WHAT = "the tokenizer"  # that cannot be read
+_WHAT = "the tokenizer"  # for messages that it cannot be read
 
 
 def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
-    """The tokenizer of that name: "bytes", a file, or a folder as Hugging Face's.
+    """The tokenizer called `name`: "bytes", a file, or a folder such as Hugging Face's.
 
-    eod is the end-of-document token; "auto": the end-of-sequence token that the files name, or
-    else one of the usual names. Raises UserError for files that cannot be read or hold no
-    tokenizer, and for a token that is not there.
+    eod is the end-of-document token; "auto": the end-of-sequence token that the files name, or else
+    one of the usual names. Raises UserError for files that cannot be read or hold no tokenizer, and
+    for a token that does not exist.
     """
     if name == ByteTokenizer.kind:
         if eod not in ("auto", "0", 0, "none", None):
@@ -54,7 +54,7 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
 
 
 def require_new_file(path: str | os.PathLike) -> Path:
-    """The path; UserError where it exists."""
+    """The path; UserError if it exists."""
     path = user_path(path, "tokenizer")
     if os.path.lexists(path):
         raise UserError(f"{path} exists; remove it, or choose another name")
@@ -62,8 +62,8 @@ def require_new_file(path: str | os.PathLike) -> Path:
 
 
 def write_tokenizer(tokenizer: SubwordTokenizer, path: str | os.PathLike) -> Path:
-    """Writes a `tokenizer.json`, which appears when it is whole; UserError where that cannot be,
-    or the file exists."""
+    """Writes a `tokenizer.json`, which appears only when it is whole; UserError if it cannot be
+    written or already exists."""
     path = require_new_file(path)
     text = json.dumps(tokenizer.described, ensure_ascii=False, indent=1)
     with file_errors(path):
@@ -90,7 +90,7 @@ def _find(path: Path) -> Path:
 
 
 def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
-    """GPT-2's: any names that end so, as gpt2-vocab.json and gpt2-merges.txt do."""
+    """GPT-2's: any names that end like this, such as gpt2-vocab.json and gpt2-merges.txt."""
     stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
     vocab_path, merges_path = (path.with_name(stem + end) for end in ("vocab.json", "merges.txt"))
     vocab = read_json(vocab_path, _WHAT)
@@ -118,7 +118,7 @@ def _read_vocab_and_merges(path: Path, eod: Eod) -> Tokenizer:
 
 
 def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
-    """BERT's: a token a line."""
+    """BERT's: one token per line."""
     tokens = read_text(path, _WHAT).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or "[UNK]" not in vocab:
@@ -134,14 +134,15 @@ def _read_wordpiece(path: Path, eod: Eod) -> Tokenizer:
 
 
 def _subwords(model: tokenizers.Tokenizer, path: Path, eod: Eod, content: list) -> SubwordTokenizer:
-    """content: what the files say, of which the hash is."""
+    """content: what the files say, of which the hash is taken."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     described = json.loads(model.to_str())
     return SubwordTokenizer(described, name=path.name, eod=_end(path, eod), sha256=digest)
 
 
 def _end(path: Path, eod: Eod) -> Eod:
-    """`eod`, where "auto" is the end-of-sequence token that the files beside `path` name."""
+    """`eod`; for "auto", the end-of-sequence token that the files beside `path` name, if any
+    does."""
     return (_end_name(_config(path)) or eod) if eod == "auto" else eod
 
 
@@ -152,7 +153,7 @@ def _end_name(config: dict) -> str | None:
 
 
 def _config(path: Path) -> dict:
-    """Hugging Face's settings of a tokenizer, where they stand beside it."""
+    """Hugging Face's settings of a tokenizer, if they are beside it."""
     beside = map(path.with_name, ("special_tokens_map.json", "tokenizer_config.json"))
     read = [read_json(file) for file in beside if file.is_file()]
     return {name: one for said in read if isinstance(said, dict) for name, one in said.items()}

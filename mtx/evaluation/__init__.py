@@ -1,1 +1,1 @@
-"""What a trained model is good for: text that goes on from a prompt, and measures of quality."""
+"""Uses of a trained model: text generated from prompts, and measures of quality."""

@@ -1,4 +1,4 @@
-"""Multiple choice for a model that goes on with text: the likeliest answer is its choice.
+"""Multiple choice for a model that continues text: the likeliest answer is its choice.
 
 In the form of RACE (Lai et al. 2017): an article, questions on it, four options each. How an
 answer is asked for and likelihoods are normalised follows Brown et al. 2020, §2.4.
@@ -30,8 +30,8 @@ class Question:
     article: str
     question: str
     options: tuple[str, ...]
-    answer: int  # the right option's place, from 0
-    where: str  # it stands; for messages
+    answer: int  # the right option's index, from 0
+    where: str  # the question is; for messages
 
     @property
     def prompt(self) -> str:
@@ -40,13 +40,13 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceScores:
-    """How many questions were answered rightly, an option's score being its log-likelihood ..."""
+    """How many questions were answered correctly, an option's score being its log-likelihood ..."""
 
     questions: int
-    accuracy: float  # as it is: for options of one length; of two, the longer one is less likely
+    accuracy: float  # as it is: for options of equal length, since longer ones are less likely
     accuracy_per_token: float  # ... over its number of tokens
     accuracy_per_byte: float  # ... over its length in UTF-8
-    chance: float  # the accuracy of guesses
+    chance: float  # the accuracy of guessing
     mean_loss: float  # -log-likelihood of a right answer, nats
 
 
@@ -70,11 +70,11 @@ def choice(
     *,
     report: Report | None = None,
 ) -> ChoiceScores:
-    """Which option of each question the model finds most likely after PROMPT.
+    """How often the model finds the right option of a question most likely after PROMPT.
 
     Of options that are equally likely, the first is chosen. An article too long for the model
     loses its beginning; each option of one question sees the same text. Raises UserError for an
-    option of no token or more than S.
+    option of no tokens or more than S.
     """
     if not questions:
         raise UserError("questions is empty; name at least one question to answer")

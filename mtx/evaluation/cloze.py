@@ -1,6 +1,6 @@
 """LAMBADA's cloze test: is the last word of a passage the one that the model would write?
 
-Paperno et al. 2016; as Megatron-LM takes it (Shoeybi et al. 2019, appendix E).
+Paperno et al. 2016; as Megatron-LM does it (Shoeybi et al. 2019, appendix E).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtx.step.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class ClozeScores:
-    """How many passages were finished rightly."""
+    """How many passages were finished correctly."""
 
     texts: int
     strict: bool
@@ -55,9 +55,9 @@ def cloze(
     """How often the end of a text is what the model finds most likely, token by token, each token
     given the right ones before it.
 
-    strict: the end is the last word, with the punctuation that clings to it. Otherwise it is the
-    last token, which may be a part of a word. Of a text longer than S + 1 tokens, the last ones
-    count; a text that is its own end stands after an end-of-document token.
+    strict: the end is the last word, with the punctuation attached to it. Otherwise it is the last
+    token, which may be a part of a word. Of a text longer than S + 1 tokens, only the last ones
+    count; a text that is nothing but its end is put after an end-of-document token.
     Raises UserError for a text without a word, or a last word of more than S tokens.
     """
     if not texts:

@@ -1,14 +1,14 @@
-"""A trained model ready to write text: parameters in the compute type, keys and values kept.
+"""A trained model ready to generate text: parameters in the compute type, keys and values kept.
 
 A batch of texts begins with one pass over all of their positions, which keeps the keys and values
-of every layer; then each token is a pass over one position a text. Both run the forward table of
-the trainer's own pipeline, so that they go over any layout: kept keys and values lie with their
-layers over `pipe`, with their heads over `tensor`, with their texts over `data`, with their
-positions over `context`, and stay there. A layer's state, of any text's length one, lies with them,
-whole on each device of `context`. A first pass is cut over `context` as training is; of a single
-position all of its devices compute the same.
+of every layer; then each token is a pass over one position per text. Both run the forward table of
+the trainer's own pipeline, so they work on any layout: kept keys and values are sharded by layers
+over `pipe`, by heads over `tensor`, by texts over `data` and by positions over `context`, and stay
+there. A layer's state, which has the same size for any length of text, is kept with them, whole on
+each device of `context`. A first pass is cut over `context` as in training; for a single position,
+all devices of `context` compute the same.
 
-Legend: G rows of a batch, one a text · T positions of a first pass · t of any pass · S positions
+Legend: G rows of a batch, one per text · T positions of a first pass · t of any pass · S positions
 kept · K head size · n = 2 for keys, values · k candidates · V vocabulary (v: shard) · B rows of a
 microbatch · P stages · C chunks · N layers a chunk
 """
@@ -43,32 +43,32 @@ Tree = Any
 _ROWS = P(BATCH)
 _STATE = P("pipe", None, None, None, BATCH, "tensor")  # [P, C, N, n, G, heads, ...]
 _PAST = P(*_STATE, SEQUENCE)  # [P, C, N, n, G, heads, S, K]
-_FEWEST = 16  # positions of a first pass, and kept: few sizes, few programs
+_FEWEST = 16  # positions of a first pass, and kept: few sizes need few programs
 # Rows of a microbatch of single tokens. A stage reads its weights once for each microbatch, and up
-# to about so many rows that takes longer than their matmuls (an H100 makes 990e12 / 3.35e12 = 296
-# operations a byte of bfloat16 weights): fewer microbatches are faster, though stages idle.
+# to about this many rows that takes longer than the matmuls (an H100 does 990e12 / 3.35e12 = 296
+# operations per byte of bfloat16 weights): fewer microbatches are faster, though stages idle.
 _ROWS_A_READ = 256
 
 
 class Choices(NamedTuple):
-    """What may follow a text, on the host."""
+    """The choices for the next token of a text, on the host."""
 
-    ids: np.ndarray | None  # int32 [k], rising; None: all ids of the vocabulary
+    ids: np.ndarray | None  # int32 [k], ascending; None: all ids of the vocabulary
     logits: np.ndarray  # float32 [k] or [V]
 
 
 class Decoder:
-    """Writes texts on from the parameters that `state` has now.
+    """Continues texts with the parameters that `state` has now.
 
-    Each function gives the `count` likeliest next tokens of every text; 0: the logits of all. None
-    has an id of `vocab` or above. Raises UserError for a model that does not predict the next
+    Each function returns the `count` likeliest next tokens of every text; 0: the logits of all. No
+    token has an id of `vocab` or above. Raises UserError for a model that does not predict the next
     token.
     """
 
     def __init__(self, trainer: Trainer, state: TrainState, *, vocab: int):
         model = trainer.run.model
         check_generates(model)
-        # An encoder's decoder has no positions of its own that could come to an end.
+        # An encoder's decoder has no positions of its own that could run out.
         self.sequence = model.sequence if model.causal else MOST_TOKENS
         self._model = model
         self._vocab = np.int32(min(vocab, model.vocab))
@@ -77,16 +77,16 @@ class Decoder:
         self._params = self._programs.gather(state.params)
         self._past = None
 
-    # -- what one asks ----------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
     def begin(
         self, texts: Sequence[Sequence[int]], room: int, *, count: int = 0,
         inputs: Sequence[Sequence[int]] = (), pixels: Sequence[np.ndarray] = (),
     ) -> list[Choices]:  # fmt: skip
-        """What may follow each text, of which the model sees the last `sequence` tokens; keeps
-        their keys and values, with room for texts of `room` tokens. inputs: what an encoder reads
-        for each, where there is one; pixels: the images of each, uint8 [n, side, side, 3]."""
-        self.forget()  # it makes way for the next
+        """The choices after each text, of which the model sees the last `sequence` tokens; keeps
+        their keys and values, with room for texts of `room` tokens. inputs: what an encoder, if
+        there is one, reads for each; pixels: the images of each, uint8 [n, side, side, 3]."""
+        self.forget()  # makes room for the new texts
         windows = [text[-self.sequence :] for text in texts]
         kept = self._size(max(room, *map(len, windows)))
         padded = self._padded(windows)
@@ -97,8 +97,8 @@ class Decoder:
     def extend(
         self, tokens: Sequence[int], positions: Sequence[int], *, count: int = 0
     ) -> list[Choices]:
-        """What may follow each text, one token longer: that token and its position from 0, below
-        the room that there is."""
+        """The choices after each text with one more token: that token and its position, which
+        counts from 0 and is below the room that there is."""
         batch = self._placed({
             "tokens": np.array(tokens, np.int32)[:, None],
             "positions": np.array(positions, np.int32)[:, None],
@@ -110,26 +110,26 @@ class Decoder:
         return self._choices(chosen, len(tokens))
 
     def read(self, texts: Sequence[Sequence[int]], *, count: int = 0) -> list[Choices]:
-        """As `begin`, but nothing is kept, and what is kept stays."""
+        """Like `begin`, but keeps nothing, and leaves what is kept as it is."""
         windows = [text[-self.sequence :] for text in texts]
         batch = self._placed(self._padded(windows))
         chosen = self._programs.read(count, self._params, batch, self._vocab)
         return self._choices(chosen, len(texts))
 
     def forget(self) -> None:
-        """Gives the memory of what is kept back."""
+        """Frees the memory of what is kept."""
         self._past = None
 
     @property
     def kept_bytes(self) -> int:
-        """Of keys and values, on all devices together."""
+        """The size of kept keys and values, on all devices together."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._past))
 
     # -- to the devices and back ------------------------------------------------------------------
 
     def _size(self, positions: int) -> int:
-        """The power of two that holds so many positions, or as many more as give each of the 2c
-        chunks of `context` a multiple of c, see `kept_of_parts`; at most the model's sequence."""
+        """The power of two that holds `positions`, rounded up until each of the 2c chunks of
+        `context` has a multiple of c, see `kept_of_parts`; at most the model's sequence."""
         size, unit = max(_FEWEST, _power_of_two_from(positions)), 2 * self._programs.shards**2
         return min(self.sequence, -(-size // unit) * unit)
 
@@ -163,7 +163,7 @@ class Decoder:
         return {"pixels": found, "patches": patch_places(tokens_GT, model.placeholder)}
 
     def _placed(self, batch: dict[str, np.ndarray]) -> Tree:
-        """On the devices; as many rows on each replica, a power of two: the first ones again."""
+        """Places a batch on the devices, filled by its first rows to a power of two per replica."""
         data = self._programs.data
         rows = data * _power_of_two_from(-(-len(batch["tokens"]) // data))
         filled = {name: np.resize(a, (rows, *a.shape[1:])) for name, a in batch.items()}
@@ -194,7 +194,7 @@ def check_generates(model: ModelConfig) -> None:
 
 
 class _Whole(Trainer):
-    """A trainer whose devices along `context` all have whole sequences, a position or more."""
+    """A trainer whose devices along `context` all have whole sequences, of one position or more."""
 
     @cached_property
     def axes(self) -> Axes:
@@ -203,7 +203,7 @@ class _Whole(Trainer):
 
 class Programs:
     """What runs on the devices: pure functions, compiled for each power of two of texts, of first
-    positions and of kept positions that comes up, and for each number of candidates."""
+    positions and of kept positions that occurs, and for each number of candidates."""
 
     def __init__(self, trainer: Trainer):
         # A single position cannot be divided: neither slices nor sequence parallelism.
@@ -222,12 +222,12 @@ class Programs:
         return self._trainer_of(batch).place(batch)
 
     def _trainer_of(self, batch: Tree) -> Trainer:
-        """Of a single position a text, or of several."""
+        """The trainer for a single position per text, or for several."""
         return self._whole if batch["tokens"].shape[1] == 1 else self._cut
 
     @cached_property
     def gather(self):
-        """masters -> parameters in the compute type; with zero=3 the blocks' stay shards."""
+        """masters -> parameters in the compute type; with zero=3 those of blocks stay shards."""
 
         def gather(masters):
             params = self._whole.step.gather(masters, float8=False)
@@ -270,8 +270,8 @@ class Programs:
         return self._compiled(read, static=1, keeps=False)
 
     def _compiled(self, local, *, static: int, keeps: bool, **options):
-        """A function of local shards, after so many `static` arguments, the first of them `count`.
-        keeps: whether it gives a past."""
+        """Compiles `local`, a function of `static` static arguments, the first of them `count`, and
+        then of local shards. keeps: whether it returns a past."""
 
         def run(*arguments):
             count, arrays = arguments[0], arguments[static:]
@@ -289,7 +289,7 @@ class Programs:
 
     @cached_property
     def _specs(self) -> Tree:
-        """Of gathered parameters."""
+        """The specs of gathered parameters."""
         states = self._whole.states
         return jax.tree.map(
             lambda by_pipeline, master, whole: master if by_pipeline else whole,
@@ -298,7 +298,7 @@ class Programs:
 
     @cached_property
     def _past_specs(self) -> Tree:
-        """Of what is kept, an entry a kind's sublayer."""
+        """The specs of what is kept, one entry per sublayer of a kind."""
         model = self._whole.model
 
         def specs(kind: str) -> Tree:
@@ -310,7 +310,7 @@ class Programs:
         return {kind: specs(kind) for kind in dict.fromkeys(model.pattern)}
 
     def _pipeline(self, batch: Tree, most: int) -> Pipeline:
-        """For the rows of this replica, in microbatches of `most` at most."""
+        """The pipeline for the rows of this replica, in microbatches of at most `most`."""
         rows = len(batch["tokens"])
         size = min(rows, 1 << (most.bit_length() - 1))  # a power of two, as the rows are
         trainer = self._trainer_of(batch)
@@ -318,7 +318,7 @@ class Programs:
         return replace(trainer.pipeline, schedule=table)
 
     def _forward(self, pipeline: Pipeline, params, batch, vocab, count: int, past=None):
-        """Runs the pipeline inside of `shard_map`."""
+        """Runs the pipeline inside `shard_map`."""
         params = params | {"layers": jax.tree.map(lambda a: a[0], params["layers"])}
         microbatches = pipeline.schedule.microbatches
         batch = jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
@@ -335,14 +335,14 @@ class Programs:
         return (chosen, *past) if past else chosen
 
 
-programs_of = lru_cache(maxsize=2)(Programs)  # who generates again compiles nothing
+programs_of = lru_cache(maxsize=2)(Programs)  # generating again compiles nothing
 
 
 def _stacked(past):
-    """[1, C, N, ...]: of this stage."""
+    """[1, C, N, ...]: adds a dim for this stage."""
     return jax.tree.map(lambda a: a[None], past)
 
 
 def _power_of_two_from(least: int) -> int:
-    """The smallest that is at least so large."""
+    """The smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()

@@ -22,11 +22,11 @@ _MOST_BYTES = 2**26  # of one object
 
 
 def read_records(names: Sequence[str]) -> Iterator[tuple[str, dict]]:
-    """(where it stands, a JSON object) for each object in the named files and folders, in order.
+    """(where, a JSON object) for each object in the named files and folders, in order.
 
-    A line is an object, or else the whole file is one; blank lines are left out. `where` is for
-    people: "dev.jsonl, line 3". Raises UserError for what is missing, unreadable, not UTF-8 or no
-    JSON object, for an object of more than 64 MiB, and where there is no object at all.
+    Each line is an object, or else the whole file is one; blank lines are left out. `where` is for
+    people: "dev.jsonl, line 3". Raises UserError for anything missing, unreadable, not UTF-8 or not
+    a JSON object, for an object of more than 64 MiB, and if there is no object at all.
     """
     found = False
     for path in _files(names):
@@ -40,7 +40,7 @@ def read_records(names: Sequence[str]) -> Iterator[tuple[str, dict]]:
 
 
 def text_field(record: dict, name: str, where: str) -> str:
-    """`record[name]`; UserError where it is missing or no text."""
+    """`record[name]`; UserError if it is missing or not a text."""
     return require_text(field_of(record, name, where), f"{where}: {name!r}")
 
 
@@ -68,7 +68,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_one_object(text: bytes) -> bool:
-    """Whether a file is to be read as one object: its first line alone is none."""
+    """Whether a file must be read as one object, because its first line alone is not JSON."""
     lines = text.split(b"\n", 1)
     if len(lines) == 1 or not lines[1].strip():
         return False  # one line: an object, or a mistake that is best named by its line

@@ -1,4 +1,4 @@
-"""Text that goes on from prompts, token by token from a trained model.
+"""Text generated from prompts, token by token, by a trained model.
 
 Read with it: `decoder` (a pass over the devices), `sampling` (a token from logits), `stops`.
 """
@@ -34,11 +34,11 @@ _MOST_CANDIDATES = 1024  # sorting more on the devices costs more than bringing 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far it is, in tokens."""
+    """How far a generation is, in tokens."""
 
     drawn: int
-    done: int  # a text that has ended sooner counts as if it had not
-    most: int  # of all texts, if none ends sooner
+    done: int  # a text that has ended early counts as if it had not
+    most: int  # of all texts, if none ends early
 
 
 Report = Callable[[Progress], None]
@@ -46,18 +46,18 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """How one prompt goes on."""
+    """The continuation of one prompt."""
 
-    prompt: str  # as the model has read it: of its tokens; an encoder's on a line of its own
+    prompt: str  # as the model has read it, from its tokens; an encoder's is on its own line
     text: str  # what comes after it, without the stop that ended it
-    tokens: list[int]  # what has been drawn, an end-of-document token and a string's included
-    ended: Ended  # by end-of-document, by a stop, or because there are as many tokens as asked for
+    tokens: list[int]  # all drawn, an end-of-document token and a stop string's included
+    ended: Ended  # by end-of-document, by a stop, or at the number of tokens that was asked for
 
 
 class Generator:
-    """A model with its tokenizer, ready to write: parameters gathered, programs compiled once.
+    """A model with its tokenizer, ready to generate: parameters gathered, programs compiled once.
 
-    It writes with the parameters that `state` has now, `batch` prompts at once. Raises UserError
+    It uses the parameters that `state` has now, `batch` prompts at once. Raises UserError
     for a model that does not predict the next token, and a batch below 1.
     """
 
@@ -82,8 +82,8 @@ class Generator:
         seed: int = 0,
         report: Report | None = None,
     ) -> list[Completion]:
-        """Each prompt, a text, its tokens or these with images, with at most `tokens` tokens after
-        it, as `generate` describes."""
+        """Continues each prompt (a text, its tokens, or these with images) by at most `tokens`
+        tokens, as `generate` describes."""
         check_asked(self._model, tokens=tokens, seed=seed)
         stops = Stops.of(stop, self._tokenizer)
         job = _Job(self._decoder, self._tokenizer, tokens, sampling, stops)
@@ -151,22 +151,22 @@ def generate(
     stop: Sequence[str | int] = (),
     seed: int = 0,
 ) -> list[str]:
-    """Each prompt with at most `tokens` sampled tokens after it, on the layout of `trainer`.
+    """Each prompt followed by at most `tokens` sampled tokens, on the layout of `trainer`.
 
     `temperature` 0 takes the most likely token; `top_k` and `top_p` leave only the likeliest ones
-    (see `Sampling`). A text ends sooner at an end-of-document token, and before any of `stop`:
-    strings, wherever they stand in what was written, or token ids. Prompt i draws from a stream of
-    its own, (seed, i), on the host: its text is the same on every layout and beside any other
-    prompts, to rounding. An empty prompt begins a document.
+    (see `Sampling`). A text ends early at an end-of-document token, and before any of `stop`:
+    strings, wherever they occur in the generated text, or token ids. Prompt i draws from its own
+    stream, (seed, i), on the host: its text is the same on every layout and with any other prompts,
+    up to rounding. An empty prompt begins a document.
 
-    Keys and values are kept, so a token is a pass over one position a text. In float32 the choices
-    are those of reading the whole text again for every token. In 16 bits both round, each in its
-    own way: of 944 choices of a GPT with random weights 3 differed in bfloat16, between tokens
-    whose logits are less than 0.007 apart where all have a deviation of 1.1.
+    Keys and values are kept, so a token is a pass over one position per text. In float32 the
+    choices are the same as when the whole text is read again for every token. In 16 bits the two
+    round differently: of 944 choices of a GPT with random weights 3 differed in bfloat16, between
+    tokens whose logits are less than 0.007 apart, while all have a deviation of 1.1.
 
     Of a text longer than S, the model sees the last S tokens; all their positions change with every
-    token, and each is then a pass over all S. Use a `Generator` to write more than once.
-    Raises UserError for a value outside of its range, a prompt that the model has no tokens for,
+    token, so each token is then a pass over all S. Use a `Generator` to generate more than once.
+    Raises UserError for a value outside its range, a prompt that the model has no tokens for,
     and a model that does not predict the next token.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -198,7 +198,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be written, but for the texts."""
+    """What to generate, except for the texts."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -208,12 +208,12 @@ class _Job:
 
     @property
     def count(self) -> int:
-        """Of the likeliest tokens that a draw needs to see; 0: all."""
+        """How many of the likeliest tokens a draw needs to see; 0: all."""
         top = 1 if self.sampling.greedy else self.sampling.top_k
         return 1 << (top - 1).bit_length() if 0 < top <= _MOST_CANDIDATES else 0
 
     def write(self, texts: Sequence[_Text]) -> Iterator[None]:
-        """Draws until each text of this batch has ended; comes back after each round."""
+        """Draws until each text of this batch has ended; yields after each round."""
         room = min(self.decoder.sequence, max(map(len, texts)) + self.tokens)
         inputs = [text.inputs for text in texts if text.inputs]
         ids = [text.ids for text in texts]
@@ -229,7 +229,7 @@ class _Job:
             choices = self._next(texts)
 
     def _next(self, texts: Sequence[_Text]) -> list[Choices]:
-        """What may follow each text that goes on; of the others, anything or nothing."""
+        """The choices after each text that has not ended; for the others, anything or nothing."""
         sequence = self.decoder.sequence
         far = [text.ended is None and len(text) > sequence for text in texts]
         choices = [_NOTHING] * len(texts)
@@ -262,7 +262,7 @@ class _Job:
         prompt, whole = map(self.tokenizer.decode, (text.prompt, text.ids))
         if whole.startswith(prompt):
             return prompt, *self.stops.cut(whole[len(prompt) :])
-        return prompt, *self.stops.cut(self.tokenizer.decode(text.drawn))  # a blank moved, perhaps
+        return prompt, *self.stops.cut(self.tokenizer.decode(text.drawn))  # perhaps a blank moved
 
     def completion(self, text: _Text) -> Completion:
         prompt, after, _ = self._cut(text)

@@ -1,4 +1,4 @@
-"""A trained model as lm-evaluation-harness sees one, for the hundreds of tasks that it has.
+"""A trained model as lm-evaluation-harness wants it, for the hundreds of tasks that it has.
 
     import lm_eval
     from mtx.evaluation.harness import HarnessModel
@@ -27,7 +27,7 @@ from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
 try:
-    # Of mtx[eval], which pyright's machine need not have.
+    # From mtx[eval], which need not be installed where pyright runs.
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import get_rolling_token_windows  # pyright: ignore[reportMissingImports]
 except ImportError as error:
@@ -35,7 +35,7 @@ except ImportError as error:
         f"lm-evaluation-harness cannot be imported ({error}); pip install 'mtx[eval]'"
     ) from error
 
-_MOST_TOKENS = 256  # of an answer, where its task does not say
+_MOST_TOKENS = 256  # of an answer, if its task does not say
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -45,7 +45,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, trainer: Trainer, state: TrainState, tokenizer: Tokenizer, *, seed: int = 0):
         super().__init__()
         self._trainer, self._state, self._text = trainer, state, tokenizer
-        self._seed = seed  # of answers that a task wants sampled
+        self._seed = seed  # for answers that a task wants sampled
 
     @classmethod
     def from_run(
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **unused: Any
     ) -> list[int]:
-        """`string` alone: no token is added to it, whatever is asked for."""
+        """The tokens of `string` alone: none is added, whatever `add_special_tokens` says."""
         return self._text.encode(string).tolist()
 
     def _loglikelihood_tokens(
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(ln p of the continuation, whether it is greedy) for each (texts, context, continuation).
 
-        A context too long loses its beginning. What adds no token to its context is certain.
+        A context that is too long loses its beginning. A continuation without tokens is certain.
         """
         asked = [place for place, (_, _, target) in enumerate(requests) if target]
         rows = [
@@ -105,7 +105,8 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """ln p of each whole text after an end-of-document token, in windows as wide as can be."""
+        """ln p of each whole text after an end-of-document token, in the widest possible
+        windows."""
         rows: list[Row] = []
         counts = []
         for request in requests:
@@ -122,7 +123,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """How each text goes on, up to the first of its stops and without it."""
+        """The continuation of each text, up to the first of its stops and without it."""
         groups: dict[tuple, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(_settings(request.args[1]), []).append(place)
@@ -147,8 +148,8 @@ class HarnessModel(TemplateLM):
 
 
 def _settings(wanted: dict[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
-    """(stops, most tokens, how a token is chosen) of a task. Raises UserError for what is not
-    followed."""
+    """(stops, most tokens, how a token is chosen) for a task. Raises UserError for settings that
+    are not supported."""
     wanted = dict(wanted)
     stops = wanted.pop("until", None) or ()
     lengths = [value for name in _LENGTHS if (value := wanted.pop(name, None)) is not None]

@@ -1,4 +1,4 @@
-"""Perplexity of masked tokens, for a BERT: how well it restores what was hidden of a text.
+"""Perplexity of masked tokens, for a BERT: how well it restores hidden tokens of a text.
 
 Tokens are masked as in training: see `mtx.data.masked`. S sequence.
 """
@@ -53,12 +53,12 @@ def masked_perplexity(
     seed: int = 0,
     report: Report | None = None,
 ) -> MaskedPerplexity:
-    """Masks words of each row of S - 2 tokens of the texts, and has them restored.
+    """Masks words in each row of S - 2 tokens of the texts, and has the model restore them.
 
-    A row is [CLS], tokens of one text, [SEP]. What is masked of it is a pure function of `seed` and
-    its number, whatever the layout and the batch. `vocab`: the tokenizer's own where not given.
-    Raises UserError for a model that is no BERT, a tokenizer without a BERT's special tokens, and a
-    text without tokens.
+    A row is [CLS], tokens of one text, [SEP]. What is masked in it is a pure function of `seed` and
+    its number, whatever the layout and the batch. `vocab`: the tokenizer's own by default.
+    Raises UserError for a model that is not a BERT, a tokenizer without a BERT's special tokens,
+    and a text without tokens.
     """
     model = trainer.run.model
     if model.family != "bert":
@@ -93,7 +93,7 @@ def masked_perplexity(
 
 
 class _Rows:
-    """Texts side by side, as `make_bert_batch` reads them."""
+    """Texts cut into rows, as `make_bert_batch` reads them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Perplexity of texts by overlapping windows, as Megatron-LM takes it on WikiText-103.
+"""Perplexity of texts by overlapping windows, as Megatron-LM measures it on WikiText-103.
 
 Shoeybi et al. 2019, appendix E, and its published code. S sequence · T tokens of a text ·
 T_o its blank-separated words before it is detokenised.
@@ -19,7 +19,7 @@ from mtx.evaluation.score import Report, Row, score_rows
 from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 
-_LARGEST_EXPONENT = 20.0  # the published code's: of an untrained model, e^20 is printed
+_LARGEST_EXPONENT = 20.0  # the published code's: for an untrained model it prints e^20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Perplexity:
     wikitext: bool  # whether the texts were detokenised
     loss: float  # mean over the targets
     perplexity: float  # exp(loss), at most e^20
-    token_ratio: float | None  # (T - 1) / (T_o - 1); None where T_o is None or 1
-    adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: of a WikiText word
+    token_ratio: float | None  # (T - 1) / (T_o - 1); None if T_o is None or 1
+    adjusted_perplexity: float | None  # exp(loss * token_ratio), at most e^20: per WikiText word
     # loss / ln(2) * T / bytes of the detokenised texts in UTF-8: as if a text's first token cost as
     # much as the others do on average
     bits_per_byte: float
@@ -53,15 +53,15 @@ def perplexity(
 ) -> Perplexity:
     """The perplexity of `texts`, each read from its beginning to its end.
 
-    The first window of a text scores all of its S targets; each later one stands `stride` tokens
+    The first window of a text scores all of its S targets; each later one starts `stride` tokens
     further on and scores its last `stride`, so that every target is scored once and sees at least
-    S - stride tokens before it. With stride = S, the windows stand side by side.
-    `wikitext`: the texts are WikiText's, to be detokenised first, and `adjusted_perplexity` is the
-    number that papers report for WikiText-103: of a word, as it was cut there. Plain text says
-    nothing of how its words are to be cut, so it has none; models of different tokenizers are
-    compared by `bits_per_byte`, as on the Pile (Gao et al. 2020, section 3.1): the mean over the
-    targets, of all tokens over all bytes. So the bytes of the first tokens, which are not
-    predicted and may be parts of characters, need not be known.
+    S - stride tokens before it. With stride = S, the windows are side by side.
+    `wikitext`: the texts are WikiText's and are detokenised first, and `adjusted_perplexity` is the
+    number that papers report for WikiText-103: per word, as words were cut there. Plain text does
+    not say how to cut its words, so it has none; models with different tokenizers are compared by
+    `bits_per_byte`, as on the Pile (Gao et al. 2020, section 3.1): the mean over the targets, times
+    all tokens over all bytes. So the bytes of the first tokens, which are not predicted and may be
+    parts of characters, need not be known.
     Raises UserError for a text of fewer than two tokens, and a stride that is not within 1 and S.
     """
     sequence = trainer.run.model.sequence
@@ -108,8 +108,8 @@ def window_rows(ids: np.ndarray, *, sequence: int, stride: int) -> list[Row]:
 
 
 def count_words(text: str) -> int:
-    """T_o: what single blanks separate, as the published code counts. The line ends of WikiText
-    stand between blanks, and count as words."""
+    """T_o: how many words single blanks separate, as the published code counts. The line ends of
+    WikiText stand between blanks, and count as words."""
     return len(text.strip().split(" "))
 
 
@@ -119,7 +119,7 @@ def is_wikitext(text: str) -> bool:
 
 
 def detokenise_wikitext(text: str) -> str:
-    """WikiText as it was before it was cut into words, by the published code's rules in its order.
+    """WikiText as it was before it was cut into words, by the published code's rules, in its order.
 
     They are rough: in "Bob 's and Ann 's", the apostrophes are taken for a pair of quotes.
     """

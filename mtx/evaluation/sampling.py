@@ -1,7 +1,7 @@
 """The next token of a text, drawn from a model's logits.
 
-On the host and in float64: every text has a stream of random numbers of its own, so that it is the
-same on every layout and beside any other texts.
+On the host and in float64. Every text has its own stream of random numbers, so that it is the same
+on every layout and with any other texts.
 
 V vocabulary.
 """
@@ -15,16 +15,18 @@ import numpy as np
 
 from mtx.errors import UserError
 
-_LIKELY = 2**10, 2**14  # tokens among which the nucleus is looked for first
+_LIKELY = 2**10, 2**14  # how many tokens to look for the nucleus in first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen: temperature first, then the `top_k` most likely, then of these,
-    their probabilities normalised, as few of the most likely as have `top_p` together (Holtzman et
+    """How a token is chosen.
+
+    The temperature is applied first, then the `top_k` most likely tokens are kept, then, with their
+    probabilities normalised, the fewest most likely ones that have `top_p` together (Holtzman et
     al. 2020). Of equally likely tokens the lower id comes first.
 
-    Raises UserError for a value outside of its range.
+    Raises UserError for a value outside its range.
     """
 
     temperature: float = 0.8  # 0: always the most likely token
@@ -47,8 +49,8 @@ class Sampling:
         return self.temperature == 0 or self.top_k == 1
 
     def distribution(self, logits_V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids that may be drawn, rising; their probabilities, float64). Raises UserError where a
-        logit is NaN or infinite, or none is finite; -inf: probability 0."""
+        """(ids that may be drawn, ascending; their probabilities, float64). Raises UserError if a
+        logit is NaN or +inf, or if none is finite; -inf means probability 0."""
         largest = logits_V.max()
         if not np.isfinite(largest):
             raise UserError(
@@ -67,7 +69,7 @@ class Sampling:
         return ids, weights / weights.sum()
 
     def draw(self, logits_V: np.ndarray, stream: np.random.Generator) -> int:
-        """The id of a token drawn from `distribution`; one random number a call."""
+        """A token's id, drawn from `distribution`; takes one random number, or none if greedy."""
         ids, probabilities = self.distribution(logits_V)
         if self.greedy:
             return int(ids[0])
@@ -77,7 +79,7 @@ class Sampling:
 
 
 def _most_likely(values_V: np.ndarray, count: int) -> np.ndarray:
-    """The places of the `count` largest, rising; of equal ones the first."""
+    """The places of the `count` largest values, ascending; of equal values the first."""
     if count >= len(values_V):
         return np.arange(len(values_V))
     least = np.partition(values_V, -count)[-count]
@@ -86,9 +88,9 @@ def _most_likely(values_V: np.ndarray, count: int) -> np.ndarray:
 
 
 def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """The places, rising, of the fewest largest whose sum is at least `share` of that of all."""
+    """The places, ascending, of the fewest largest weights that sum to at least `share` of all."""
     wanted = share * weights.sum()
-    for count in (*_LIKELY, len(weights)):  # a few are soon sorted, and mostly enough
+    for count in (*_LIKELY, len(weights)):  # a few are sorted quickly, and mostly enough
         places = _most_likely(weights, count)
         places = places[np.argsort(-weights[places], kind="stable")]
         total = weights[places].cumsum()

@@ -1,4 +1,4 @@
-"""The ground of every evaluation: rows of tokens in, the loss and the hit of each target out.
+"""The basis of every evaluation: rows of tokens in, the loss and the hit of each target out.
 
 G rows of a batch · S sequence.
 """
@@ -27,15 +27,15 @@ Report = Callable[[int, int], None]  # called with (rows done, all rows)
 
 
 def evaluation_run(run: RunConfig, layout: Layout, *, batch: int = 0) -> RunConfig:
-    """`run` on another layout, `batch` rows at once; by default about as many as in training, and
-    at least 16 where a microbatch has fewer."""
+    """`run` on another layout, `batch` rows at once; by default as many as in training but at
+    least 16, in whole microbatches on all replicas."""
     unit = layout.replicas * layout.microbatch
     batch = batch or max(max(run.global_batch, _LEAST_ROWS) // unit, 1) * unit
     return replace(run, layout=layout, global_batch=batch)
 
 
 class LoadedModel(NamedTuple):
-    """What `generate`, `perplexity`, `cloze`, `choice` and `masked_perplexity` begin with:
+    """The first arguments of `generate`, `perplexity`, `cloze`, `choice` and `masked_perplexity`:
     mtx.generate(*mtx.load_model("runs/a"), ["The "])."""
 
     trainer: Trainer
@@ -48,9 +48,9 @@ def load_model(
 ) -> LoadedModel:
     """The model of a training run, or of a conversion: `directory` is its `out`.
 
-    step: of the checkpoint; the newest where not given. layout: the run's own, as far as there are
-    devices, where not given. batch: see `evaluation_run`. UserError where there is no such
-    checkpoint, or it does not fit the layout.
+    step: the checkpoint's, by default the newest. layout: by default the run's own, as far as there
+    are devices. batch: see `evaluation_run`. UserError if there is no such checkpoint, or if it
+    does not fit the layout.
     """
     checkpoints = Checkpoints(directory)
     run = checkpoints.run(step)
@@ -60,14 +60,14 @@ def load_model(
 
 
 class Row(NamedTuple):
-    """Tokens of which the last ones are to be predicted, each from all that stand before it."""
+    """Tokens of which the last ones are predicted, each from all tokens before it."""
 
     tokens: np.ndarray  # int32 [at most S + 1]
     scored: int  # how many, from 1 to len(tokens) - 1
 
 
 class Scores(NamedTuple):
-    """Of one row's scored tokens."""
+    """The scores of one row's scored tokens."""
 
     losses: np.ndarray  # float32 [scored]: -ln of each one's probability
     hits: np.ndarray  # bool [scored]: whether it was the most likely one
@@ -88,7 +88,7 @@ def score_rows(
 ) -> Iterator[Scores]:
     """The scores of each row in order, on the layout of `trainer`, in batches of its global batch.
 
-    What is left of the last batch is filled up with rows of weight 0. Every process of a cluster
+    The rest of the last batch is filled up with rows of weight 0. Every process of a cluster
     gets all scores. Raises UserError for a model that does not predict the next token, a token
     that the model does not know, and losses that are not finite.
     """
@@ -117,7 +117,7 @@ def score_batch(
     trainer: Trainer, state: TrainState, batch: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(losses float32 [G, S], hits float32 [G, S]) of a batch of host arrays, on every host. Raises
-    UserError for a token beyond the model's vocabulary, and where a loss of weight above 0 is not
+    UserError for a token beyond the model's vocabulary, and if a loss of weight above 0 is not
     finite."""
     largest = max(int(batch[name].max()) for name in ("tokens", "targets"))
     if largest >= trainer.run.model.vocab:
@@ -135,7 +135,7 @@ def score_batch(
 
 
 def to_host(scores: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
-    """What `Trainer.score` gives, as whole host arrays on every host."""
+    """The results of `Trainer.score` as whole host arrays, on every host."""
     if not scores[0].is_fully_addressable:
         scores = multihost_utils.process_allgather(scores, tiled=True)
     return jax.device_get(scores)
@@ -144,11 +144,11 @@ def to_host(scores: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray
 def continuation_row(
     context: np.ndarray, target: np.ndarray, *, eod: int | None, sequence: int, what: str
 ) -> Row:
-    """`target` after `context`, of which the beginning is left out where both exceed S + 1 tokens.
+    """`target` after `context`, whose beginning is left out if both together exceed S + 1 tokens.
 
-    Without a context, the target begins a document: it stands after an end-of-document token.
+    Without a context, the target begins a document: it is put after an end-of-document token.
     Raises UserError for a target that is empty or has more than S tokens, and for one without a
-    context where there is no such token; `what` names it.
+    context if there is no such token; `what` names it.
     """
     if not 0 < len(target) <= sequence:
         raise UserError(

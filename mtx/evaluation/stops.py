@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from mtx.data import Tokenizer
 from mtx.errors import UserError
 
-# A character takes at most 4 tokens (bytes of UTF-8); a few more, as a decoder may treat the first
-# token of what it is given differently.
+# A character takes at most 4 tokens (bytes of UTF-8); a few more, because a decoder may treat
+# the first token that it is given differently.
 _TOKENS_A_CHARACTER, _MORE_TOKENS = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stops:
-    """A text ends where one of `tokens` is drawn, or one of `strings` stands in what was drawn,
-    wherever the borders of its tokens are. The text ends before either."""
+    """A text ends when one of `tokens` is drawn, or when one of `strings` occurs in what was drawn,
+    wherever the borders between tokens are. The text ends before either."""
 
     tokens: frozenset[int]
     strings: tuple[str, ...]
 
     @classmethod
     def of(cls, stop: Sequence[str | int], tokenizer: Tokenizer) -> Stops:
-        """Strings and token ids told apart, and the end-of-document token with them. UserError for
-        an empty string, and for an id that the tokenizer does not have."""
+        """Tells strings and token ids in `stop` apart. UserError for an empty string, and for an id
+        that the tokenizer does not have."""
         strings = tuple(value for value in stop if isinstance(value, str))
         ids = [int(value) for value in stop if not isinstance(value, str)]
         if "" in strings:
@@ -37,8 +37,8 @@ class Stops:
         return cls(tokens=frozenset(ids), strings=strings)
 
     def may_stand_in(self, ids: Sequence[int], tokenizer: Tokenizer) -> bool:
-        """Whether a string may have been completed by the last of `ids`. Looks at so many of the
-        last tokens alone: its time does not grow with the text."""
+        """Whether a string may have been completed by the last of `ids`. Looks only at as many
+        of the last tokens as that takes, so its time does not grow with the text."""
         if not self.strings:
             return False
         longest = max(map(len, self.strings))

@@ -1,16 +1,16 @@
-"""Families of models, a file each, whose name is the family's, and what all their configs have.
+"""Families of models, one file each, named after the family, and the fields that all configs have.
 
-A file says
+A file defines
 
     CONFIG        the family's config: a `ModelConfig` with the fields that only it has
 
-and, where there are any,
+and, if there are any,
 
-    HUGGING_FACE  its models in transformers: config.json and names of tensors, there and back
-    PRESETS       published models, by name: fields of a run, as a plan's file has them
+    HUGGING_FACE  its models in transformers: config.json and names of tensors, in both directions
+    PRESETS       published models, by name: fields of a run, as in a plan's file
 
-A config's `stack` says what layers the model is made of. These files import no JAX; layers are
-imported where `stack` is called.
+A config's `stack` gives the layers that the model is made of. These files import no JAX; layers
+are imported when `stack` is called.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Fp8 = Literal["off", "hybrid", "e4m3"]  # as Megatron-LM's --fp8-format
 Fp8Recipe = Literal["tensorwise", "delayed"]
 _OF_FP8 = "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"
-# "retrieval": the next token, of a text and its neighbours (RETRO)
+# "retrieval": the next token, given the text and its neighbours (RETRO)
 Objective = Literal["next token", "masked tokens", "spans", "retrieval"]
 
 
 def family_module(name: str) -> ModuleType:
-    """The file of a family; UserError with the nearest name where there is none."""
+    """The module of a family; UserError with the nearest name if there is none."""
     if not isinstance(name, str) or name not in NAMES:
         raise unknown_name("family", str(name), NAMES)
     module = importlib.import_module(f"{__name__}.{name}")
@@ -51,7 +51,7 @@ def family_module(name: str) -> ModuleType:
 
 
 def hugging_face_of(name: str) -> tuple[HuggingFace, ...]:
-    """What transformers calls the models of a family; () for one that it does not have."""
+    """The model types of a family in transformers; () if it has none there."""
     return getattr(family_module(name), "HUGGING_FACE", ())
 
 
@@ -62,36 +62,36 @@ def presets_of(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the models of every family have. ModelConfig(family="llama", ...) is a config of that
-    family, which has further fields."""
+    """The fields that models of every family have. ModelConfig(family="llama", ...) makes a config
+    of that family, which has further fields."""
 
     family: str = "gpt"  # a file of mtx/families
-    layers: Layers = 8  # L
-    hidden: Width = 256  # D, size between the layers
-    heads: Width = 8  # H, of attention
-    sequence: Tokens = 256  # S, tokens
-    vocab: Vocab = 256  # V, tokens, before padding
-    ffn_multiple: Annotated[int, Between(1, 2**10)] = 4  # F / D
-    ffn: Ffn | None = None  # F, where it is no multiple of D; None: ffn_multiple * hidden
+    layers: Layers = 8  # L, number of layers
+    hidden: Width = 256  # D, hidden size of the stream between layers
+    heads: Width = 8  # H, attention heads
+    sequence: Tokens = 256  # S, tokens of a sequence
+    vocab: Vocab = 256  # V, size of the vocabulary before padding
+    ffn_multiple: Annotated[int, Between(1, 2**10)] = 4  # F / D, MLP size over hidden size
+    ffn: Ffn | None = None  # F, MLP size, if not a multiple of D; None: ffn_multiple * hidden
     tied: bool = True  # the output layer shares the embedding's weight
     dropout: float = 0.0  # on the embedding and before each residual addition
     attention_dropout: float = 0.0  # on the attention probabilities
-    init_std: float = 0.02  # output projections of a layer: init_std / sqrt(2 L)
-    norm_epsilon: float = 1e-5  # under the root of a norm
+    init_std: float = 0.02  # of initial weights; for output projections, init_std / sqrt(2 L)
+    norm_epsilon: float = 1e-5  # added under the root of a norm
     vocab_multiple: Width = 128  # the vocabulary is padded to a multiple of this times its shards
-    compute_dtype: ComputeDtype = "bfloat16"  # matmuls and activations; masters stay float32
-    # matmuls of layers' weights in float8: e4m3, "hybrid" with output gradients in e5m2
+    compute_dtype: ComputeDtype = "bfloat16"  # of matmuls and activations; masters stay float32
+    # run matmuls of layers' weights in float8: e4m3; "hybrid": with output gradients in e5m2
     fp8: Fp8 = "off"
-    # tensors are scaled by their own largest magnitudes, or by those of earlier steps
+    # scale tensors by their own largest magnitudes, or by those of earlier steps
     fp8_recipe: Fp8Recipe = "tensorwise"
-    fp8_amax_history_len: Annotated[int, Between(1, 2**20)] = 1024  # so many steps; of "delayed"
-    # "most_recent": by those of the last step alone
+    fp8_amax_history_len: Annotated[int, Between(1, 2**20)] = 1024  # "delayed": earlier steps used
+    # "delayed": the largest magnitude of those steps, or that of the last step alone
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    fp8_margin: Annotated[int, Between(0, 16)] = 0  # scales of "delayed" are 2^margin smaller
-    # r of adapters beside weights that are then frozen, as is all else (LoRA); 0: there are none
+    fp8_margin: Annotated[int, Between(0, 16)] = 0  # "delayed": scales are 2^margin smaller
+    # r, rank of LoRA adapters; all other parameters are then frozen; 0: no adapters
     lora_rank: Annotated[int, Between(0, 2**14)] = 0
-    lora_alpha: float = 16.0  # what they add is scaled by lora_alpha / lora_rank
-    lora_on: tuple[str, ...] = ("attention", "mlp")  # the sublayers whose matrices have them
+    lora_alpha: float = 16.0  # what adapters add is scaled by lora_alpha / lora_rank
+    lora_on: tuple[str, ...] = ("attention", "mlp")  # sublayers whose matrices have adapters
 
     def __new__(cls, **values: Any) -> ModelConfig:
         if cls is ModelConfig:
@@ -158,14 +158,14 @@ class ModelConfig:
                 f"use hidden={nearest_multiples(self.hidden, self.heads)}"
             )
 
-    # -- what a family says ------------------------------------------------------------------------
+    # -- what a family defines ---------------------------------------------------------------------
 
     def stack(self) -> Stack:
         """The layers, the embedding and the head."""
         raise NotImplementedError
 
     def require_read(self) -> None:
-        """UserError for a dropout that is in no layer of `stack`. Loads JAX."""
+        """UserError for a dropout that no layer of `stack` uses. Loads JAX."""
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if value and self.stack() == dataclasses.replace(self, **{name: 0.0}).stack():
@@ -179,23 +179,24 @@ class ModelConfig:
         return "next token"
 
     def trains(self, path: str, role: str) -> bool:
-        """Whether a parameter is trained, or frozen. path: as in a checkpoint, without "params.";
-        role: of `mtx.sharding.parameter`."""
+        """Whether a parameter is trained, not frozen. path: as in a checkpoint, without "params.";
+        role: as in `mtx.sharding.parameter`."""
         return not self.lora_rank or role == "adapter"
 
     @property
     def freezes(self) -> bool:
-        """Whether there are parameters that are frozen."""
+        """Whether any parameters are frozen."""
         return bool(self.lora_rank)
 
     def merged(self) -> ModelConfig:
-        """The model without adapters, which their weights can be added to."""
+        """The model without adapters, to whose weights theirs can be added."""
         names = ("lora_rank", "lora_alpha", "lora_on")
         return dataclasses.replace(self, **{name: getattr(ModelConfig, name) for name in names})
 
     @property
     def fp8_steps(self) -> int:
-        """Earlier steps whose largest magnitudes scale a tensor in float8; 0: its own scales it."""
+        """The number of earlier steps whose largest magnitudes scale a tensor in float8; 0: its own
+        largest magnitude does."""
         if self.fp8 == "off" or self.fp8_recipe == "tensorwise":
             return 0
         return 1 if self.fp8_amax_compute_algo == "most_recent" else self.fp8_amax_history_len
@@ -206,7 +207,7 @@ class ModelConfig:
 
     @property
     def reads_images(self) -> bool:
-        """Whether its samples have images beside tokens."""
+        """Whether samples have images besides tokens."""
         return False
 
     @property
@@ -216,7 +217,7 @@ class ModelConfig:
 
     @property
     def value_size(self) -> int:
-        """K of values, where it is another than that of queries and keys."""
+        """K of values, which may differ from that of queries and keys."""
         return self.head_size
 
     @property
@@ -226,45 +227,45 @@ class ModelConfig:
 
     @property
     def routed_experts(self) -> int:
-        """E, among which a layer's router chooses; 0: there are none."""
+        """E, the experts among which a layer's router chooses; 0: none."""
         return 0
 
     @property
     def routed_choices(self) -> int:
-        """k, experts of a token."""
+        """k, experts chosen for a token."""
         return 0
 
     @property
     def counted_by_sequence(self) -> str:
-        """What routers count in whole sequences, "field=value"; "": nothing."""
+        """The setting for which routers count whole sequences, "field=value"; "": none."""
         return ""
 
     @property
     def sequence_is_fixed(self) -> bool:
-        """Whether parameters depend on the sequence: a table of positions."""
+        """Whether parameters depend on the sequence length, as a table of positions does."""
         return True
 
     @property
     def longest(self) -> int:
-        """The longest sequence that the same parameters are said to be for."""
+        """The longest sequence that the same parameters are meant for."""
         return self.sequence
 
     @property
     def sequences(self) -> dict[str, int]:
-        """The lengths in tokens of what a sample has, by their names."""
+        """The lengths of a sample's sequences, in tokens, by name."""
         return {"sequence": self.sequence}
 
     @property
     def split_widths(self) -> dict[str, int]:
-        """The sizes that `tensor` has to divide, by their names."""
+        """The sizes that `tensor` has to divide, by name."""
         return {"heads": self.heads, "ffn_hidden": self.ffn_hidden}
 
     @property
     def repeated_widths(self) -> dict[str, int]:
-        """The sizes that `tensor` has to divide or be a multiple of, by their names."""
+        """The sizes that `tensor` has to divide or be a multiple of, by name."""
         return {"kv_heads": self.groups}
 
-    # -- what follows ------------------------------------------------------------------------------
+    # -- what follows from it ----------------------------------------------------------------------
 
     @property
     def ffn_hidden(self) -> int:
@@ -273,7 +274,7 @@ class ModelConfig:
 
     @property
     def causal(self) -> bool:
-        """Whether a position sees none of those after it."""
+        """Whether no position sees those after it."""
         return self.objective in ("next token", "retrieval")
 
     def padded_vocab(self, shards: int) -> int:
@@ -282,8 +283,8 @@ class ModelConfig:
         return math.ceil(self.vocab / unit) * unit
 
     def of_family(self, name: str, **changes: Any) -> ModelConfig:
-        """A config of another family: fields that both have as they are, the others by default, but
-        for the changes."""
+        """A config of another family: fields that both have are kept, the others take their
+        defaults; then `changes` apply."""
         config = family_module(name).CONFIG
         shared = _names(config) & _names(type(self)) - {"family"}
         return config(**{field: getattr(self, field) for field in shared} | changes)
@@ -294,7 +295,7 @@ def _names(config: type[ModelConfig]) -> set[str]:
 
 
 def check_groups(model: ModelConfig) -> None:
-    """UserError where heads of queries cannot share those of keys and values evenly."""
+    """UserError if heads of queries cannot share those of keys and values evenly."""
     if model.heads % model.groups:
         raise UserError(
             f"heads={model.heads} must be a multiple of kv_heads={model.groups}; "

@@ -1,5 +1,5 @@
-"""Bamba (IBM, Princeton, CMU and UIUC 2024): layers of a Mamba-2 mixer, or of attention that turns
-the first half of each head, with a gated MLP behind each."""
+"""Bamba (IBM, Princeton, CMU and UIUC 2024): each layer is a Mamba-2 mixer, or attention with
+rotary positions on the first half of each head, followed by a gated MLP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtx.families.nemotron_h import ATTENTION, MIXER, NemotronH
 from mtx.fields import require_above
 from mtx.huggingface import Fields, HuggingFace, Json, Names, Weight, ffn_field
 
-_TURNED = 0.5  # of a head
+_TURNED = 0.5  # the part of a head that rotary positions turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Bamba(NemotronH):
     """Bamba."""
 
     family: str = "bamba"
-    pattern: str = "MM*M"  # as Nemotron-H's, M and * alone
-    rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
+    pattern: str = "MM*M"  # as for Nemotron-H, but with M and * only
+    rotary_base: float = 10000.0  # wavelengths of rotary positions go from 2 pi to 2 pi times this
 
     def check(self) -> None:
         super().check()

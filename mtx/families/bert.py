@@ -1,9 +1,9 @@
-"""BERT as in Megatron-LM (Shoeybi et al. 2019, section 3 and figure 7): attention both ways, token
-types, a head for masked tokens and a binary one for the order of two texts.
+"""BERT as in Megatron-LM (Shoeybi et al. 2019, section 3 and figure 7): bidirectional attention,
+token types, a head for masked tokens and a binary one for the order of two texts.
 
-norm_placement="pre" is the paper's rearranged layer, whose residual stream no norm touches, with
-one norm after the last; "post" is the first BERT's (Devlin et al. 2019), each norm after a
-residual addition, and one after the embedding.
+norm_placement="pre" is the paper's rearranged layer: no norm lies on the residual stream, and one
+norm follows the last layer. "post" is the first BERT's (Devlin et al. 2019): a norm follows each
+residual addition, and one the embedding.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mtx.huggingface import (
 
 @dataclass(frozen=True, kw_only=True)
 class Bert(GPT):
-    """Megatron-LM's BERT, and the first one."""
+    """Megatron-LM's BERT, and the original one."""
 
     family: str = "bert"
-    norm_placement: NormPlacement = "pre"  # before attention and MLP, or after the additions
+    norm_placement: NormPlacement = "pre"  # norms before attention and MLP, or after additions
 
     def check(self) -> None:
         super().check()
@@ -86,7 +86,7 @@ def _to_config(model: Bert) -> Json:
 
 
 def _names(shared: tuple[Weight, ...], layers: tuple[Weight, ...], **others: Any) -> Names:
-    """The table of a BERT whose norms are these."""
+    """The table of names of a BERT with these norms."""
     qkv = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
     return Names(
         prefix="bert.", layer="encoder.layer.{}.", heads=("cls.",),
@@ -183,8 +183,8 @@ PRESETS = {
     for name, (layers, hidden, heads, tensor) in _SIZES.items()
 }  # fmt: skip
 # SOBert (arXiv 2306.03268, abstract): 109 and 762 million parameters, 2,048 tokens, batches of half
-# a million, 27 billion in all. Layers, hidden and a vocabulary of 50,000 are what such counts are
-# made of: 126 and 765 million here, and 125 and 762 in the version at FORGE 2025. Rates and layouts
+# a million, 27 billion in all. Layers, hidden and a vocabulary of 50,000 are chosen to match such
+# counts: 126 and 765 million here, and 125 and 762 in the version at FORGE 2025. Rates and layouts
 # are ours.
 _SOBERT = {"sobert-base": (12, 768, 12), "sobert-large": (24, 1536, 24)}
 PRESETS |= {
@@ -198,7 +198,7 @@ PRESETS |= {
     }
     for name, (layers, hidden, heads) in _SOBERT.items()
 }  # fmt: skip
-# At laptop size, on the miniature's devices, with a WordPiece of its own text.
+# At laptop size, on the miniature's devices, with a WordPiece trained on its own text.
 PRESETS["miniature-bert"] = {
     "model": {"layers": 4, "hidden": 96, "heads": 4, "sequence": 128, "vocab": 1024,
               "vocab_multiple": 64, "init_std": 0.08, "compute_dtype": "float32"},

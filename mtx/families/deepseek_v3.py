@@ -1,6 +1,6 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention; mixtures of groups of experts behind a first
-few dense layers, with an expert that all tokens share, balanced by a bias; and one more layer at
-the end, from which the token after the next is predicted."""
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention; a few dense layers, then mixtures of experts in
+groups, with an expert that all tokens share, balanced by a bias; and one more layer at the end,
+which predicts the token after the next."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _LATENT_EPSILON = 1e-6  # of norms of latents, whatever norm_epsilon is
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3(Mixtral):
-    """DeepSeek-V3 and R1. `layers` counts the one that predicts a second token."""
+    """DeepSeek-V3 and R1. `layers` includes the one that predicts a second token."""
 
     family: str = "deepseek_v3"
     norm_epsilon: float = 1e-6
     tied: bool = False
-    latent: Width = 512  # of keys and values
-    query_latent: Width | None = 1536  # None: queries are projected at once
-    plain_size: Width = 128  # of a head's queries and keys, what positions do not turn
-    turned_size: Width = 64  # and what they turn
-    value_dim: Width = 128  # of a head's values
-    rotary_neighbours: bool = True  # pairs are neighbours, or else lie half of them apart
+    latent: Width = 512  # size of the latent of keys and values
+    query_latent: Width | None = 1536  # size of the latent of queries; None: no latent
+    plain_size: Width = 128  # part of a head's queries and keys without rotary positions
+    turned_size: Width = 64  # part of a head's queries and keys with rotary positions
+    value_dim: Width = 128  # size of a head's values
+    rotary_neighbours: bool = True  # rotary pairs are neighbours, or else turned_size / 2 apart
     # "yarn": scores are multiplied by (0.1 rotary_scores ln(rotary_factor) + 1)^2
     rotary_scores: NotNegative = 0.0
-    dense_layers: Annotated[int, Between(0, 2**14)] = 3  # the first, with an MLP of `ffn`
-    experts: Width = 256  # E, of a layer
+    dense_layers: Annotated[int, Between(0, 2**14)] = 3  # first layers, which have an MLP of `ffn`
+    experts: Width = 256  # E, experts of a layer
     choices: Choices = 8  # k, experts of a token
     expert_ffn: Ffn = 2048  # F of an expert
-    shared_experts: Annotated[int, Between(0, 2**10)] = 1  # one MLP of so many times expert_ffn
-    groups_of_experts: Width = 8  # as many experts in each
-    top_groups: Width = 4  # a token's experts are of so many groups
-    normalised: bool = True  # what a token's experts count adds up to gate_scale
-    gate_scale: float = 2.5  # of what experts count
-    balance_rate: NotNegative = 0.001  # by how much a step moves the balance bias of each expert
-    aux: AuxLoss = "sequence"  # keeps experts evenly loaded: see `mtx.layers.router`
-    aux_weight: float = 0.0001  # of that loss
-    second_token: bool = False  # trained on the token after the next, too
-    second_weight: Annotated[float, Between(0, 1)] = 0.3  # of that loss
+    shared_experts: Annotated[int, Between(0, 2**10)] = 1  # as one MLP, this many times expert_ffn
+    groups_of_experts: Width = 8  # groups with equally many experts each
+    top_groups: Width = 4  # groups that a token's experts may be in
+    normalised: bool = True  # the gates of a token's experts add up to gate_scale
+    gate_scale: float = 2.5  # scale of the gates
+    balance_rate: NotNegative = 0.001  # how far a step moves each expert's balance bias
+    aux: AuxLoss = "sequence"  # loss that keeps experts evenly loaded: see `mtx.layers.router`
+    aux_weight: float = 0.0001  # weight of the `aux` loss
+    second_token: bool = False  # also train on the token after the next
+    second_weight: Annotated[float, Between(0, 1)] = 0.3  # weight of that token's loss
 
     def check(self) -> None:
         for name in ("kv_heads", "head_dim"):
@@ -93,7 +93,7 @@ class DeepseekV3(Mixtral):
 
     @property
     def score_scale(self) -> float:
-        """Of products of queries and keys."""
+        """The scale of products of queries and keys."""
         longer = math.log(self.rotary_factor) if self.rotary_scaling == "yarn" else 0.0
         return (0.1 * self.rotary_scores * longer + 1) ** 2 / math.sqrt(self.head_size)
 
@@ -197,7 +197,8 @@ def _to_config(model: DeepseekV3) -> Json:
 
 
 def _as_there(model: DeepseekV3, tensors: Any) -> DeepseekV3:
-    """transformers writes no second token's layer, whatever its config.json says."""
+    """The model without the second token's layer, if its tensors are not there: transformers writes
+    none, whatever its config.json says."""
     last = model.layers - 1
     if not model.second_token or f"layers.{last}.eh_proj.weight" in tensors:
         return model
@@ -257,9 +258,10 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes, rate, batch, stages and devices from the paper, sections 3.2 and 4.2; the last layer is the
-# second token's. The paper's expert 64 sends each token over the network to as many nodes as its
-# experts lie in, by kernels of its own and in FP8; here half of what a token sends stays in a node
-# with expert 16, which by the plan is 8 s a step faster. Woven, in place of DualPipe.
+# second token's. With expert 64, as in the paper, each token is sent over the network to all nodes
+# that hold its experts; the paper does so in FP8, with its own kernels. With expert 16, as here,
+# half of what a token sends stays in its node, which by the plan is 8 s a step faster. Woven ticks
+# take the place of DualPipe.
 PRESETS = {
     "deepseek-v3": preset(
         {"layers": 62, "hidden": 7168, "heads": 128, "ffn": 18432, "vocab": 129280,

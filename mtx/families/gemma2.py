@@ -1,6 +1,6 @@
-"""Gemma 2 (arXiv 2408.00118): layers that see a window and layers that see everything in turn,
-norms before and after each sublayer, GELU in a gated MLP, soft caps on scores and logits, heads of
-a size of their own, and an embedding scaled by the square root of the hidden size."""
+"""Gemma 2 (arXiv 2408.00118): layers that see a window alternate with layers that see everything;
+norms before and after each sublayer, GELU in a gated MLP, soft caps on scores and logits, a head
+size of its own, and an embedding scaled by the square root of the hidden size."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Gemma2(Llama):
     family: str = "gemma2"
     norm_epsilon: float = 1e-6
     head_dim: Width = 256
-    window: Tokens = 4096  # of every other layer, the first included: what a position sees
-    score_scale: float = 256.0  # scores are products of queries and keys over its square root
-    score_cap: NotNegative = 50.0  # scores are cap tanh(score / cap); 0: as they are
-    logit_cap: NotNegative = 30.0  # logits likewise
+    window: Tokens = 4096  # positions that a position sees in every other layer, from the first
+    score_scale: float = 256.0  # products of queries and keys are divided by the root of this
+    score_cap: NotNegative = 50.0  # scores become cap tanh(score / cap); 0: no cap
+    logit_cap: NotNegative = 30.0  # the same for logits
 
     def check(self) -> None:
         super().check()
@@ -92,7 +92,7 @@ def _layer_types(layers: int) -> list[str]:
 
 
 def _to_config(model: Gemma2) -> Json:
-    scale = model.score_scale  # a whole number there
+    scale = model.score_scale  # in config.json, a whole number
     return to_config(model) | {
         "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": model.window, "layer_types": _layer_types(model.layers),
@@ -123,7 +123,7 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from the Gemma 2 report (arXiv 2408.00118, table 1) and the config.json of
-# huggingface.co/google/gemma-2-9b and -27b; rate and layout are ours, as of Llama 3.
+# huggingface.co/google/gemma-2-9b and -27b; rate and layout are ours, as for Llama 3.
 PRESETS = {
     "gemma-2-9b": preset(
         {"layers": 42, "hidden": 3584, "heads": 16, "kv_heads": 8, "head_dim": 256, "ffn": 14336,

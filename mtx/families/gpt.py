@@ -28,8 +28,8 @@ class GPT(ModelConfig):
     """GPT-2 and Megatron-LM's GPT."""
 
     family: str = "gpt"
-    gelu: Gelu = "tanh"  # its approximation as in GPT-2, or exact as in the first BERT
-    # Attention and MLP beside each other, behind one norm (MegaScale, arXiv 2402.15627, 3.1)
+    gelu: Gelu = "tanh"  # GELU's approximation as in GPT-2, or exact as in the first BERT
+    # attention and MLP in parallel, after one norm (MegaScale, arXiv 2402.15627, 3.1)
     parallel_block: bool = False
     window: Tokens | None = None  # positions that a position sees, itself included; None: all
 

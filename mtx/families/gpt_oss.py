@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): mixtures whose attention has sinks, and a window in every other
-layer; biases everywhere; clamped gates."""
+"""gpt-oss (arXiv 2508.10925): mixtures of experts; attention with sinks, and a window in every
+other layer; biases everywhere; clamped gates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GptOss(Mixtral):
     """gpt-oss."""
 
     family: str = "gpt_oss"
-    head_dim: Width = 64  # K
-    experts: Width = 32  # E, of a layer
+    head_dim: Width = 64  # K, head size
+    experts: Width = 32  # E, experts of a layer
     choices: Choices = 4  # k, experts of a token
-    window: Tokens = 128  # of every other layer, the first included: what a position sees
+    window: Tokens = 128  # positions that a position sees in every other layer, from the first
 
     def router(self, **others: Any):
         return super().router(bias=True, **others)
@@ -110,8 +110,8 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from the model card (arXiv 2508.10925, table 1) and the config.json of
-# huggingface.co/openai/gpt-oss-20b and -120b; the sequence is that before YaRN, rate and layout are
-# ours: a layer's experts lie in a node.
+# huggingface.co/openai/gpt-oss-20b and -120b; the sequence is that before YaRN; rate and layout are
+# ours, with a layer's experts in one node.
 PRESETS = {
     name: preset(
         {"layers": layers, "hidden": 2880, "heads": 64, "kv_heads": 8, "ffn": 2880,

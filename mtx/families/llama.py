@@ -1,5 +1,5 @@
 """Llama (Touvron et al. 2023; Llama 3, 2024): RMSNorm, rotary positions, SwiGLU, fewer heads of
-keys and values than of queries, no biases. Families that are built like it derive from its config.
+keys and values than of queries, no biases. Families like it derive from its config.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Llama(ModelConfig):
     """Llama 2 and 3."""
 
     family: str = "llama"
-    kv_heads: Width | None = None  # G, heads of keys and values; None: as many as heads
-    head_dim: Width | None = None  # K; None: hidden / heads
-    rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
-    # of a model that was first trained on shorter texts; "dynamic" goes by this run's sequence, for
-    # shorter texts and generated ones as well
+    kv_heads: Width | None = None  # G, heads of keys and values; None: as many as `heads`
+    head_dim: Width | None = None  # K, head size; None: hidden / heads
+    rotary_base: float = 10000.0  # wavelengths of rotary positions go from 2 pi to 2 pi times this
+    # for a model first trained on shorter texts; "dynamic" depends on this run's sequence, even for
+    # shorter and generated texts
     rotary_scaling: RotaryScaling = "none"
-    rotary_factor: Annotated[float, Between(1, 2**20)] = 1.0  # how much longer they are now
-    rotary_low: float = 1.0  # wavelengths above rotary_original / this are all scaled,
-    # those below rotary_original / this not at all: "llama3", "yarn"; None: 4, with YaRN 32
+    rotary_factor: Annotated[float, Between(1, 2**20)] = 1.0  # how much longer texts are now
+    rotary_low: float = 1.0  # "llama3", "yarn": scale all wavelengths above rotary_original / this
+    # "llama3", "yarn": scale no wavelengths below rotary_original / this; None: 4, with YaRN 32
     rotary_high: float | None = None
-    rotary_original: Tokens = 8192  # all but "linear": the sequence of the first training
-    rotary_attention: float | None = None  # "yarn": of cos and sin; None: 0.1 ln(rotary_factor) + 1
-    rotary_truncate: bool = True  # "yarn": whole pairs are the bounds of what is partly scaled
+    rotary_original: Tokens = 8192  # all but "linear": the sequence length of the first training
+    rotary_attention: float | None = None  # "yarn": scale cos, sin; None: 0.1 ln(rotary_factor) + 1
+    rotary_truncate: bool = True  # "yarn": round the bounds of partial scaling to whole pairs
 
     def check(self) -> None:
         self.check_rotary()
@@ -95,7 +95,7 @@ class Llama(ModelConfig):
         )  # fmt: skip
 
     def attention(self, **others: Any):
-        """others: fields of `mtx.layers.attention.Attention` that a family sets."""
+        """The attention; others: further fields of `mtx.layers.attention.Attention`."""
         from mtx.layers.attention import Attention
 
         return Attention(
@@ -115,7 +115,7 @@ class Llama(ModelConfig):
         )  # fmt: skip
 
     def edges(self) -> dict[str, Any]:
-        """Embedding and head."""
+        """The embedding and the head."""
         from mtx.layers.embedding import Embedding
         from mtx.layers.head import NextToken
 
@@ -151,7 +151,7 @@ FIELDS = {
 
 
 def to_model(fields: Fields) -> Json:
-    """The fields that all families like Llama have, but for those of the activation."""
+    """The fields that all families like Llama have, except for those of the activation."""
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     size = fields.whole("head_dim") if "head_dim" in fields else None
     groups = fields.whole("num_key_value_heads") if "num_key_value_heads" in fields else heads
@@ -168,7 +168,7 @@ def silu_to_model(fields: Fields) -> Json:
 
 
 def rotary_fields(fields: Fields) -> Json:
-    """rope_parameters, as transformers 5 has it, or rope_theta and rope_scaling."""
+    """The rotary fields, from transformers 5's rope_parameters or rope_theta and rope_scaling."""
     fields.require("partial_rotary_factor", None, 1.0)
     new = fields.table("rope_parameters")
     scaling = new or fields.table("rope_scaling")
@@ -216,7 +216,7 @@ def _yarn(scaling: Fields, factor: float) -> Json:
 
 
 def to_config(model: Llama) -> Json:
-    """What `to_model` reads, of all families like Llama."""
+    """The values that `to_model` reads, for all families like Llama."""
     return rotary_parameters(model) | {
         "num_key_value_heads": model.groups, "head_dim": model.head_size,
         "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
@@ -224,7 +224,7 @@ def to_config(model: Llama) -> Json:
 
 
 def rotary_parameters(model: Llama) -> Json:
-    """What `rotary_fields` reads."""
+    """The values that `rotary_fields` reads."""
     rotary: Json = {"rope_type": "default"}
     if model.rotary_scaling != "none":
         rotary = {"rope_type": model.rotary_scaling, "factor": model.rotary_factor}
@@ -238,7 +238,7 @@ def rotary_parameters(model: Llama) -> Json:
         rotary["truncate"] = model.rotary_truncate
     longest = model.rotary_original if model.rotary_scaling == "dynamic" else model.sequence
     return {
-        "max_position_embeddings": longest,  # with "dynamic" the original, there is no other
+        "max_position_embeddings": longest,  # with "dynamic", the original's only place
         "rope_theta": model.rotary_base,
         "rope_scaling": None if model.rotary_scaling == "none" else dict(rotary),
         "rope_parameters": {"rope_theta": model.rotary_base, **rotary},
@@ -252,7 +252,7 @@ NORMS = {
 
 
 def names(*others: Weight, norms: Mapping[str, str] = MappingProxyType(NORMS)) -> Names:
-    """The table of a family like Llama; others: what its layers have beside Llama's."""
+    """The table of names of a family like Llama. others: what its layers have besides Llama's."""
     return Names(
         prefix="model.",
         layer="layers.{}.",
@@ -294,8 +294,8 @@ def preset(
     model: Json, *, lr: float, global_batch: int, data: int, pipe: int, tensor: int, virtual: int,
     **layout: Any,
 ) -> Json:  # fmt: skip
-    """A preset of a large model, attention's scores recomputed: it then fits 80 GiB everywhere, and
-    saves a fifth of the step beside recomputing all. layout: further fields of it."""
+    """A preset of a large model that recomputes attention's scores: it then fits 80 GiB everywhere,
+    and saves a fifth of a step compared with recomputing all. layout: further fields of it."""
     layers = model["layers"]
     missing = -layers % (pipe * virtual) // 2  # at each end, where the embedding and the head are
     stages = (0,) * missing + (1,) * layers + (0,) * missing if missing else "even"
@@ -325,7 +325,7 @@ def presets(rows: Mapping[str, tuple], **model: Any) -> Json:
 
 
 # Sizes and rates from Touvron et al. 2023 (arXiv 2307.09288) and the Llama 3 paper (arXiv
-# 2407.21783, tables 3 and 4); the layout of the 405B too, of the others it is ours.
+# 2407.21783, tables 3 and 4); the layout of the 405B too; the others are ours.
 PRESETS = presets(
     {
         "llama-2-7b": (32, 4096, 32, 32, 11008, 3e-4, 1024, 16, 1, 4, 1),

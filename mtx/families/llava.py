@@ -1,5 +1,5 @@
-"""LLaVA (Liu et al. 2023a, arXiv 2304.08485; 1.5: 2023b, arXiv 2310.03744): what CLIP's vision
-transformer sees, by a projector among the tokens of a Llama."""
+"""LLaVA (Liu et al. 2023a, arXiv 2304.08485; 1.5: 2023b, arXiv 2310.03744): a projector puts
+the outputs of CLIP's vision transformer among the tokens of a Llama."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ Projection = Literal["mlp", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class Llava(Llama):
-    """LLaVA 1 and 1.5. `layers` counts the vision transformer's, the projector and the decoder's;
-    the vision transformer is never trained."""
+    """LLaVA 1 and 1.5, whose vision transformer is never trained.
+
+    `layers` counts the vision transformer's layers, the projector, and the decoder's layers.
+    """
 
     family: str = "llava"
-    vision_layers: Layers = 4  # of the vision transformer
-    # of these, the last ones, behind the output that is read: kept for export alone
+    vision_layers: Layers = 4  # layers of the vision transformer
+    # how many of those, the last ones, come after the output that is read: kept only for export
     unread_layers: Interval = 1
-    vision_hidden: Width = 128  # E
-    vision_heads: Width = 4  # its heads
-    vision_ffn: Ffn = 512  # F of its MLPs
-    vision_activation: VisionActivation = "quick_gelu"  # of its MLPs; CLIP: quick_gelu
-    vision_norm_epsilon: float = 1e-5  # under the root of its norms
-    image_size: Width = 32  # pixels, of the square into which an image is cut
-    patch_size: Width = 8  # pixels, of a patch's side
-    images: Sequences = 1  # of a sample, at most
-    image_token: Interval | None = None  # stands where patches are; None: the last of the vocab
+    vision_hidden: Width = 128  # E, hidden size of the vision transformer
+    vision_heads: Width = 4  # heads of the vision transformer
+    vision_ffn: Ffn = 512  # F of the vision transformer's MLPs
+    vision_activation: VisionActivation = "quick_gelu"  # activation of those MLPs; CLIP: quick_gelu
+    vision_norm_epsilon: float = 1e-5  # added under the root of the vision transformer's norms
+    image_size: Width = 32  # side in pixels of the square that an image is cut to
+    patch_size: Width = 8  # side of a patch in pixels
+    images: Sequences = 1  # most images in a sample
+    image_token: Interval | None = None  # token in place of patches; None: the vocabulary's last
     projector: Projection = "mlp"  # two linears around a GELU, as in 1.5, or one linear
-    projector_only: bool = False  # train nothing else, as LLaVA's first stage; else the decoder too
+    projector_only: bool = False  # train only the projector, not the decoder (LLaVA's first stage)
 
     def check(self) -> None:
         super().check()
@@ -75,12 +77,12 @@ class Llava(Llama):
 
     @property
     def patches(self) -> int:
-        """N, of an image."""
+        """N, patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def placeholder(self) -> int:
-        """The token that stands where patches are."""
+        """The token in the place of each patch."""
         return self.vocab - 1 if self.image_token is None else self.image_token
 
     @property
@@ -114,7 +116,7 @@ class Llava(Llama):
         )
 
     def _vision(self) -> Json:
-        """What the layers of the vision transformer are made of."""
+        """The sublayers of the vision transformer's layers."""
         from mtx.layers.attend import Scores
         from mtx.layers.attention import Attention
         from mtx.layers.mlp import MLP
@@ -253,7 +255,7 @@ def _names() -> Names:
             Weight(
                 "embed.vision.positions", (f"{embeddings}.position_embedding.weight",), "table"
             ),
-            *norm_of("embed.vision.norm", f"{_TOWER}pre_layrnorm"),  # so it is spelled there
+            *norm_of("embed.vision.norm", f"{_TOWER}pre_layrnorm"),  # spelled so there
             *norm_of("embed.vision.last_norm", f"{_TOWER}post_layernorm"),
         ),
         layers=(
@@ -275,7 +277,7 @@ def _names() -> Names:
             ),
         ),
         twins={"language_model.lm_head.weight": f"{start}embed_tokens.weight"},
-        # As transformers names them in memory, and since its version 5 in files.
+        # The names that transformers uses in memory, and since its version 5 in files.
         beginnings=MappingProxyType({
             "model.language_model.": start, "lm_head.": "language_model.lm_head.",
             "model.vision_tower.": "vision_tower.",

@@ -1,5 +1,5 @@
 """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): layers of one Mamba-2 mixer each, without attention
-and MLPs. Hybrids, whose layers are mixers, attention and MLPs, derive from its config."""
+or MLPs. Hybrids, whose layers are mixers, attention and MLPs, derive from its config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Mamba2(ModelConfig):
     """Mamba-2. `heads` are those of its mixers."""
 
     family: str = "mamba2"
-    ssm_head_dim: Width = 64  # of the mixers' heads; hidden * 2 / heads as published
-    ssm_state: Width = 128  # numbers that are kept of each number of a head
-    ssm_groups: Width = 1  # of heads that share what is written to and read of their states
-    ssm_chunk: Tokens = 256  # positions that are computed at once, by matmuls
+    ssm_head_dim: Width = 64  # head size of the mixers; hidden * 2 / heads as published
+    ssm_state: Width = 128  # size of the state of each number of a head
+    ssm_groups: Width = 1  # groups of heads that share what is written to and read from states
+    ssm_chunk: Tokens = 256  # positions computed at once, by matmuls
     conv_width: Annotated[int, Between(2, 64)] = 4  # positions that the convolution sees
-    least_dt: NotNegative = 0.0  # of a position's step of time
+    least_dt: NotNegative = 0.0  # the least time step of a position
 
     def check(self) -> None:
         if self.mixer_heads % self.ssm_groups:
@@ -72,13 +72,13 @@ class Mamba2(ModelConfig):
         )  # fmt: skip
 
     def kind(self, **sublayers: Any):
-        """A layer of these sublayers."""
+        """A layer with these sublayers."""
         from mtx.layers.layer import Kind
 
         return Kind(sublayers=tuple(sublayers.items()), norm=self.norm(), dropout=self.dropout)
 
     def edges(self) -> dict[str, Any]:
-        """Embedding and head."""
+        """The embedding and the head."""
         from mtx.layers.embedding import Embedding
         from mtx.layers.head import NextToken
 
@@ -101,7 +101,7 @@ NO_LIMIT: Json = {"__float__": "Infinity"}  # as transformers writes it
 
 
 def least_step(fields: Fields) -> float:
-    """Of time_step_limit, the most of which has to be none."""
+    """The lower limit of time_step_limit, whose upper limit must be infinite."""
     limit = fields.get("time_step_limit")
     if limit is None:
         return 0.0
@@ -112,7 +112,7 @@ def least_step(fields: Fields) -> float:
 
 
 def mixer_names(name: str) -> tuple[Weight, ...]:
-    """Of a mixer that is called so."""
+    """The weights of a mixer whose tensors have that prefix."""
 
     def joined(tensor: str, form: Form, *leaves: str) -> tuple[Weight, ...]:
         tensors = (f"{name}.{tensor}",)
@@ -154,7 +154,7 @@ HUGGING_FACE = (
             "state_size": 128, "num_hidden_layers": 64, "layer_norm_epsilon": 1e-5,
             "conv_kernel": 4, "n_groups": 8, "hidden_act": "silu", "initializer_range": 0.1,
             "residual_in_fp32": True, "chunk_size": 256, "tie_word_embeddings": False,
-            "max_position_embeddings": 2048,  # which it does not have: any text's length will do
+            "max_position_embeddings": 2048,  # not in its config.json: any length will do
         },
         fixed={"use_bias": False, "use_conv_bias": True},
         fields={
@@ -187,7 +187,7 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from Dao and Gu 2024 (section 9 and the config.json of huggingface.co/state-spaces/
-# mamba2-2.7b), and of the 8B from Waleffe et al. 2024 (arXiv 2406.07887, table 1); the layouts are
+# mamba2-2.7b), and for the 8B from Waleffe et al. 2024 (arXiv 2406.07887, table 1); the layouts are
 # ours.
 PRESETS = {
     "mamba2-2.7b": preset(

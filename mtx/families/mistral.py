@@ -61,7 +61,7 @@ _HOW = {
 }  # fmt: skip
 # Sizes from Jiang et al. 2023, table 1, and from the config.json of
 # huggingface.co/mistralai/Mistral-7B-v0.3; how it was trained is not published: rate and layout
-# are ours, as of llama-3-8b.
+# are ours, as for llama-3-8b.
 PRESETS = {
     "mistral-7b-v0.1": preset(_7B | {"vocab": 32000, "sequence": 8192, "window": 4096}, **_HOW),
     "mistral-7b-v0.3": preset(

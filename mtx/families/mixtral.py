@@ -20,15 +20,15 @@ class Mixtral(Llama):
     """Mixtral. Families with other routers derive from its config."""
 
     family: str = "mixtral"
-    experts: Width = 8  # E, of a layer
+    experts: Width = 8  # E, experts of a layer
     choices: Choices = 2  # k, experts of a token
     expert_ffn: Ffn | None = None  # F of an expert; None: that of the model
-    aux: AuxLoss = "batch"  # keeps experts evenly loaded: see `mtx.layers.router`
-    aux_weight: float = 0.001  # of that loss
-    z_weight: float = 0.0  # of the square of the logits' log-sum-exp
-    # None: no choice is dropped; else of a sequence those beyond this times an expert's even share
+    aux: AuxLoss = "batch"  # loss that keeps experts evenly loaded: see `mtx.layers.router`
+    aux_weight: float = 0.001  # weight of the `aux` loss
+    z_weight: float = 0.0  # weight of the square of the logits' log-sum-exp
+    # None: drop no choices; else drop those beyond this times an expert's even share of a sequence
     capacity: Annotated[float, Between(0.01, 1000)] | None = None
-    capacity_keeps: Keeps = "first"  # of an expert's choices; "best": those with the highest gates
+    capacity_keeps: Keeps = "first"  # choices not dropped; "best": those with the highest gates
 
     def check(self) -> None:
         super().check()
@@ -78,7 +78,7 @@ class Mixtral(Llama):
         return self.expert_ffn or self.ffn_hidden
 
     def router(self, **others: Any):
-        """others: fields of `mtx.layers.router.Router` that a family sets."""
+        """The router; others: further fields of `mtx.layers.router.Router`."""
         from mtx.layers.router import Router
 
         return Router(
@@ -87,7 +87,7 @@ class Mixtral(Llama):
         )  # fmt: skip
 
     def mixture(self, **others: Any):
-        """others: fields of `mtx.layers.experts.Experts` that a family sets."""
+        """The experts; others: further fields of `mtx.layers.experts.Experts`."""
         from mtx.layers.experts import Experts
 
         return Experts(**{"router": self.router(), "ffn": self.expert_width} | others)
@@ -109,8 +109,8 @@ def expert_names(
     *others: Weight, router: str, experts: str, gated: tuple[str, str], down: str,
     float32: bool = False,
 ) -> Names:  # fmt: skip
-    """The table of a family whose experts have tensors of their own; others: as for
-    `llama.names`. router, experts: what stands before their names; float32: the router's."""
+    """The table of names of a family whose experts have their own tensors. others: as for
+    `llama.names`. router, experts: prefixes of their names. float32: of the router's Weight."""
     up = tuple(f"{experts}.{{}}.{name}.weight" for name in gated)
     return names(
         *others,
@@ -150,7 +150,7 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from the config.json of huggingface.co/mistralai/Mixtral-8x7B-v0.1 and -8x22B-v0.1; rate and
-# layout are ours: a layer's experts lie in a node.
+# layout are ours, with a layer's experts in one node.
 PRESETS = {
     name: preset(
         {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn": ffn,

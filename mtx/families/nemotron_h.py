@@ -17,12 +17,12 @@ MIXER, ATTENTION, MLP = "M", "*", "-"
 
 
 def allocate(layers: int, attention: int, mlp: int) -> str:
-    """A pattern of so many layers with so many of attention and MLPs among mixers, each spread
-    evenly by Megatron-LM's rule for hybrids: attention between mixers, then MLPs in place of
-    mixers, the last one last."""
+    """A pattern of `layers` layers: `attention` layers of attention and `mlp` MLPs among mixers,
+    each spread evenly by Megatron-LM's rule for hybrids: attention between mixers, then MLPs in
+    place of mixers, the last MLP at the end."""
 
     def spread(symbols: list[str], symbol: str, between: float) -> None:
-        """Puts `symbol` in place of mixers, each after `between` that stay."""
+        """Replaces mixers by `symbol`, one after every `between` mixers that stay."""
         left = between
         for layer in [layer for layer, found in enumerate(symbols) if found == MIXER]:
             if left < 0.5:
@@ -43,11 +43,11 @@ class NemotronH(Mamba2):
     """Nemotron-H. `heads` are those of attention."""
 
     family: str = "nemotron_h"
-    # The layers: M a mixer, * attention, - an MLP; again from the first where there are more.
+    # the layers: M a mixer, * attention, - an MLP; repeated if there are more layers
     pattern: str = "M-M*-M-"
-    kv_heads: Width | None = None  # G, heads of keys and values; None: as many as heads
+    kv_heads: Width | None = None  # G, heads of keys and values; None: as many as `heads`
     head_dim: Width | None = None  # K of attention; None: hidden / heads
-    ssm_heads: Width = 8  # of a mixer; hidden * 2 / ssm_head_dim as published
+    ssm_heads: Width = 8  # heads of a mixer; hidden * 2 / ssm_head_dim as published
 
     def check(self) -> None:
         super().check()
@@ -67,7 +67,7 @@ class NemotronH(Mamba2):
 
     @property
     def symbols(self) -> str:
-        """What the pattern is made of."""
+        """The symbols that a pattern may have."""
         return MIXER + ATTENTION + MLP
 
     @property
@@ -98,7 +98,7 @@ class NemotronH(Mamba2):
         return (self.pattern * -(-self.layers // len(self.pattern)))[: self.layers]
 
     def kinds(self) -> Json:
-        """Of each symbol, what its layers are called and their kind."""
+        """For each symbol, the name and the kind of its layers."""
         from mtx.layers.attention import Attention
         from mtx.layers.mlp import MLP as Mlp
 
@@ -132,7 +132,7 @@ _SYMBOLS = {name: symbol for symbol, name in _TYPES.items()} | {"mamba": MIXER, 
 
 
 def _pattern(fields: Fields) -> Json:
-    """Of layers_block_type or, in older files, hybrid_override_pattern."""
+    """The pattern in layers_block_type or, in older files, hybrid_override_pattern."""
     name = "layers_block_type" if "layers_block_type" in fields else "hybrid_override_pattern"
     found = fields.get(name) or ()
     symbols = [_SYMBOLS.get(each, str(each)) for each in found]
@@ -219,7 +219,7 @@ HUGGING_FACE = (
 
 # Sizes from Waleffe et al. 2024 (24 mixers, 4 layers of attention, 28 MLPs; the examples/mamba of
 # Megatron-LM) and, with the pattern, from the config.json of huggingface.co/nvidia/
-# Nemotron-H-8B-Base-8K; the layouts are ours, as are the MLPs' squares of ReLU in the former.
+# Nemotron-H-8B-Base-8K; the layouts are ours, as is the squared ReLU of the former's MLPs.
 PRESETS = {
     "mamba2-hybrid-8b": preset(
         {"layers": 56, "pattern": allocate(56, 4, 28), "hidden": 4096, "heads": 32, "kv_heads": 8,

@@ -1,5 +1,5 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): a Llama with biases on queries, keys and
-values. Some of their layers may see a window only: those from `full_layers` on."""
+values. Layers from `full_layers` on may see only a window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Qwen2(Llama):
 
     family: str = "qwen2"
     window: Tokens | None = None  # positions that a position sees, itself included; None: all
-    full_layers: Annotated[int, Between(0, 2**14)] = 0  # with a window: the first, without one
+    full_layers: Annotated[int, Between(0, 2**14)] = 0  # with a window: first layers without it
 
     def stack(self):
         return self.windowed(bias=True)
@@ -52,8 +52,8 @@ QWEN_DEFAULTS = DEFAULTS | {
 
 
 def windowed_to_model(fields: Fields) -> Json:
-    """Of Qwen2 and Qwen3: layers have a window from max_window_layers on, unless layer_types says
-    which."""
+    """The fields of a Qwen2 or Qwen3. Its layers have a window from max_window_layers on, unless
+    layer_types says which do."""
     model = silu_to_model(fields)
     window = None
     if fields.get("use_sliding_window") and "sliding_window" in fields:
@@ -99,8 +99,8 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from the Qwen2.5 report (arXiv 2412.15115, table 1) and the config.json of
-# huggingface.co/Qwen/Qwen2.5-7B and -72B; the sequence is that of its first phase of training, rate
-# and layout are ours, as of Llama 2 and 3.
+# huggingface.co/Qwen/Qwen2.5-7B and -72B; the sequence is that of its first phase of training; rate
+# and layout are ours, as for Llama 2 and 3.
 PRESETS = presets(
     {
         "qwen2.5-7b": (28, 3584, 28, 4, 18944, 3e-4, 1024, 16, 1, 4, 1),

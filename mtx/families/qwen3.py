@@ -1,5 +1,5 @@
-"""Qwen3 (arXiv 2505.09388), dense: a Llama whose heads have a size of their own, and whose queries
-and keys are normed, each head by itself, before they are turned."""
+"""Qwen3 (arXiv 2505.09388), dense: a Llama with a head size of its own, whose queries and keys are
+normed, head by head, before rotary positions turn them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ HUGGING_FACE = (
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from the Qwen3 report (arXiv 2505.09388, table 1) and the config.json of
-# huggingface.co/Qwen/Qwen3-8B and -32B; the sequence is that of its first stages of training, rate
-# and layout are ours, as of Llama 2 and 3.
+# huggingface.co/Qwen/Qwen3-8B and -32B; the sequence is that of its first stages of training;
+# rate and layout are ours, as for Llama 2 and 3.
 PRESETS = presets(
     {
         "qwen3-8b": (36, 4096, 32, 8, 12288, 3e-4, 1024, 16, 1, 4, 1),

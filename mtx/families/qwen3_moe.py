@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388), mixtures: a Qwen3 whose MLP is one of many small experts."""
+"""Qwen3 (arXiv 2505.09388), mixtures: a Qwen3 whose MLP is a mixture of many small experts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mtx.sizes import Choices, Width
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(Mixtral):
-    """Qwen3, mixtures."""
+    """Qwen3, mixtures of experts."""
 
     family: str = "qwen3_moe"
-    experts: Width = 128  # E, of a layer
+    experts: Width = 128  # E, experts of a layer
     choices: Choices = 8  # k, experts of a token
-    normalised: bool = True  # what a token's experts count adds up to 1
+    normalised: bool = True  # the gates of a token's experts add up to 1
 
     def router(self, **others: Any):
         return super().router(normalised=self.normalised, **others)
@@ -38,7 +38,7 @@ def _to_model(fields: Fields) -> Json:
     fields.require("decoder_sparse_step", 1)
     fields.require("mlp_only_layers", None, [])
     model = silu_to_model(fields) | {"expert_ffn": fields.whole("moe_intermediate_size")}
-    if "num_local_experts" in fields:  # what transformers 5 calls num_experts
+    if "num_local_experts" in fields:  # transformers 5's name for num_experts
         model["experts"] = fields.whole("num_local_experts")
     return model
 
@@ -76,7 +76,7 @@ HUGGING_FACE = (
 
 # Sizes from the Qwen3 report (arXiv 2505.09388, table 2) and the config.json of
 # huggingface.co/Qwen/Qwen3-30B-A3B and -235B-A22B; the sequence is that of the first stages of
-# training, rate and layout are ours: a layer's experts lie in a node.
+# training; rate and layout are ours, with a layer's experts in one node.
 PRESETS = {
     name: preset(
         {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 4, "head_dim": 128,

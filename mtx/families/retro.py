@@ -1,6 +1,6 @@
-"""RETRO (Borgeaud et al. 2022): a decoder some of whose layers attend, chunk by chunk, to texts
-that were found for the chunk, which a small encoder has read (`mtx.layers.retrieval`). RMSNorm,
-GELU, no biases; positions are rotary, where the paper's are Transformer-XL's."""
+"""RETRO (Borgeaud et al. 2022): a decoder, some of whose layers attend, chunk by chunk, to texts
+that were found for the chunk and read by a small encoder (`mtx.layers.retrieval`). RMSNorm, GELU,
+no biases; positions are rotary, while the paper's are Transformer-XL's."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mtx.sizes import Ffn, Layers, Tokens, Width
 
 @dataclass(frozen=True, kw_only=True)
 class Retro(ModelConfig):
-    """RETRO. `layers` counts both sides: the decoder's, and the encoder's within them."""
+    """RETRO. `layers` counts both sides: the decoder's layers and the encoder's."""
 
     family: str = "retro"
     tied: bool = True
-    head_dim: Width | None = None  # K; None: hidden / heads
-    rotary_base: float = 10000.0  # wavelengths of positions go from 2 pi to 2 pi times this
-    chunk: Tokens = 64  # M, tokens for which neighbours are found
-    neighbours: Annotated[int, Between(1, 2**10)] = 2  # k, of each chunk
-    retrieved: Tokens = 128  # R, tokens of a neighbour: a chunk like this one, and what follows it
-    # of the decoder's layers, the first that reads neighbours, from 1; None: the sixth, or the last
+    head_dim: Width | None = None  # K, head size; None: hidden / heads
+    rotary_base: float = 10000.0  # wavelengths of rotary positions go from 2 pi to 2 pi times this
+    chunk: Tokens = 64  # M, tokens of a chunk, for which neighbours are found
+    neighbours: Annotated[int, Between(1, 2**10)] = 2  # k, neighbours of each chunk
+    retrieved: Tokens = 128  # R, tokens of a neighbour: a similar chunk, and the text after it
+    # the first decoder layer that reads neighbours, from 1; None: the sixth, or the last
     retrieval_first: Layers | None = None
-    retrieval_every: Layers = 3  # and from there each so many layers
-    encoder_layers: Layers = 2  # of all layers; they come before the first reads neighbours
-    encoder_hidden: Width | None = None  # E; None: as the decoder's, as are the three below
-    encoder_heads: Width | None = None  # of its attention; None: heads
-    encoder_head_dim: Width | None = None  # None: encoder_hidden / encoder_heads
-    encoder_ffn: Ffn | None = None  # F; None: ffn_multiple * encoder_hidden, or the decoder's
+    retrieval_every: Layers = 3  # from the first on, one in this many layers reads neighbours
+    encoder_layers: Layers = 2  # of the encoder; they run before the first one reads neighbours
+    encoder_hidden: Width | None = None  # E, its size; None: the decoder's, as for the three below
+    encoder_heads: Width | None = None  # of the encoder's attention; None: heads
+    encoder_head_dim: Width | None = None  # its head size; None: encoder_hidden / encoder_heads
+    encoder_ffn: Ffn | None = None  # its F; None: ffn_multiple * encoder_hidden, or the decoder's
 
     def check(self) -> None:
         if self.head_dim is None:
@@ -81,7 +81,7 @@ class Retro(ModelConfig):
 
     @property
     def _encoder_head_size(self) -> int | None:
-        """None where heads do not divide what they are of."""
+        """K of the encoder; None if its heads do not divide its hidden size."""
         if self.encoder_head_dim is not None:
             return self.encoder_head_dim
         if self.encoder_hidden is None and self.encoder_heads is None:
@@ -106,7 +106,7 @@ class Retro(ModelConfig):
 
     @property
     def retrieved_tokens(self) -> int:
-        """N, of all neighbours of a sample."""
+        """N, tokens of all neighbours of a sample."""
         return self.sequence // self.chunk * self.neighbours * self.retrieved
 
     @property
@@ -133,8 +133,8 @@ class Retro(ModelConfig):
 
     @property
     def _pattern(self) -> tuple[str, ...]:
-        """The first layer that reads neighbours is apart: its attention comes before the encoder,
-        which reads what it gives ("state"), and the rest of it after ("joins")."""
+        """The kind of each layer. The first one that reads neighbours is split: its attention comes
+        before the encoder, which reads its output ("state"), and the rest after ("joins")."""
         first = self.first_read
         after = (
             "reads" if n in self.reads else "block" for n in range(first + 1, self.decoders + 1)
@@ -208,9 +208,9 @@ CONFIG = Retro
 # -- presets ---------------------------------------------------------------------------------------
 
 # Sizes from Borgeaud et al. 2022 (arXiv 2112.04426, table 2): sequences of 2,048 tokens, chunks of
-# 64, two neighbours of 128 tokens, an encoder of two layers of 896, each third layer from the sixth
-# on; that makes their numbers of parameters, but for those of positions, which are rotary here.
-# Theirs is a vocabulary of 128,000. Layouts, batches and rates are ours.
+# 64, two neighbours of 128 tokens, an encoder of two layers of 896, every third layer from the
+# sixth on. So parameters are as many as theirs, except those of positions, which are rotary here.
+# The vocabulary of 128,000 is theirs. Layouts, batches and rates are ours.
 _SIZES = {  # name: layers of the decoder, hidden, heads, K, F, tensor, sequences a step
     "retro-172m": (12, 896, 16, 64, 3584, 1, 256), "retro-425m": (12, 1536, 12, 128, 6144, 1, 256),
     "retro-1.5b": (24, 2048, 16, 128, 8192, 2, 512),

@@ -1,6 +1,6 @@
 """T5 (Raffel et al. 2020): an encoder that sees all of a text with spans left out, and a decoder
-that writes them. RMSNorm, no biases but those of distances between positions, scores that are not
-scaled; 1.1 has gated MLPs and a head of its own."""
+that writes them. RMSNorm, no biases except those of distances between positions, unscaled scores;
+1.1 has gated MLPs and a head of its own."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FeedForward = Literal["relu", "gated-gelu"]
 
 @dataclass(frozen=True, kw_only=True)
 class T5(ModelConfig):
-    """T5 and its version 1.1. `layers` counts both sides, `sequence` is the decoder's."""
+    """T5 and T5 1.1. `layers` counts both sides; `sequence` is the decoder's."""
 
     family: str = "t5"
     norm_epsilon: float = 1e-6
-    encoder_layers: Layers | None = None  # of all layers, the first ones; None: half of them
+    encoder_layers: Layers | None = None  # the encoder's, the first of all; None: half of them
     encoder_sequence: Tokens = 512  # tokens that the encoder reads
-    head_dim: Width | None = None  # K; None: hidden / heads
-    feed_forward: FeedForward = "relu"  # 1.1: gated-gelu, by GELU's approximation
-    buckets: Annotated[int, Between(4, 2**10)] = 32  # of distances, of each side
-    farthest: Annotated[int, Between(2, 2**20)] = 128  # from there on distances share a bucket
+    head_dim: Width | None = None  # K, head size; None: hidden / heads
+    feed_forward: FeedForward = "relu"  # in 1.1 gated-gelu, with GELU's approximation
+    buckets: Annotated[int, Between(4, 2**10)] = 32  # buckets of distances on each side
+    farthest: Annotated[int, Between(2, 2**20)] = 128  # distances from this on share a bucket
 
     def check(self) -> None:
         if self.head_dim is None:
@@ -139,7 +139,7 @@ _FEED_FORWARD = {"relu": "relu", "gated-gelu": "gated-gelu"}
 def _to_model(fields: Fields) -> Json:
     encoders = fields.whole("num_layers")
     decoders = fields.whole("num_decoder_layers") if "num_decoder_layers" in fields else encoders
-    # transformers 5 says by the scale alone that a model is not tied.
+    # In transformers 5 only the scale says that a model is not tied.
     tied = fields.get("tie_word_embeddings") and fields.get("scale_decoder_outputs") is not False
     return {
         **ffn_field(fields, "d_ff", "d_model"), "tied": bool(tied),
@@ -173,7 +173,7 @@ def _attention_names(leaf: str, name: str, **of: Any) -> tuple[Weight, ...]:
 
 
 def _mlp_names(number: int, kinds: tuple[str, ...]) -> tuple[Weight, ...]:
-    """Of the MLP, which is the sublayer of that number, gated or not."""
+    """The weights of the MLP, which is the sublayer of that number, gated or not."""
     start, name = f"layer.{number}", f"layer.{number}.DenseReluDense"
     gated = (f"{name}.wi_0.weight", f"{name}.wi_1.weight")
     return (
@@ -247,7 +247,7 @@ HUGGING_FACE = (
 
 # -- presets ---------------------------------------------------------------------------------------
 
-# Sizes from Raffel et al. 2020 (arXiv 1910.10683, table 14 and section 3.7) and, of 1.1, from the
+# Sizes from Raffel et al. 2020 (arXiv 1910.10683, table 14 and section 3.7) and, for 1.1, from the
 # config.json of huggingface.co/google/t5-v1_1-*; their 128 texts of 512 tokens a step. Targets take
 # 114 places of 128. Layouts and rates (of AdamW; theirs are Adafactor's) are ours.
 _SIZES = {  # name: layers of each side, hidden, heads, K, F, tensor

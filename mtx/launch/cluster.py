@@ -11,19 +11,19 @@ from mtx.errors import UserError
 from mtx.fields import Between, resolve_types
 from mtx.sizes import Devices
 
-# Ports that the operating system hands out last; jobs that share a node differ by their ids.
+# Ports that the operating system hands out last; a job's id picks one, as jobs may share a node.
 _FIRST_PORT, _PORTS = 61440, 4096
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What a launcher's variables would say, said by hand; and how long to wait for others."""
+    """What a launcher's variables would say, given by hand, and how long to wait for others."""
 
     coordinator: str | None = None  # host:port at which process 0 listens
     processes: Devices | None = None  # of the run, on all nodes
     process: Annotated[int, Between(0, 2**20)] | None = None  # this one, from 0
-    local_devices: tuple[int, ...] | None = None  # GPUs of this node that are its own
+    local_devices: tuple[int, ...] | None = None  # GPUs of this node that this process uses
     connect_s: Annotated[int, Between(1, 10**7)] = 300  # for all processes to arrive
 
     def __post_init__(self):
@@ -48,7 +48,7 @@ class ClusterOptions:
 class Cluster:
     """This process among those of one run."""
 
-    launcher: str  # whose variables said so
+    launcher: str  # whose variables gave the rest
     coordinator: str  # host:port at which process 0 listens
     processes: int
     process: int
@@ -64,19 +64,19 @@ class Cluster:
 def find_cluster(
     environment: Mapping[str, str], options: ClusterOptions | None = None
 ) -> Cluster | None:
-    """The first of these that there is; None where that is one process, or nothing.
+    """The first of these that is present; None if that is a single process, or if none is.
 
     1. `options`
     2. JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID, as Kubeflow and people set them;
        in place of the last, JOB_COMPLETION_INDEX, as Kubernetes numbers the pods of an indexed job
     3. torchrun: MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK
-    4. SLURM, inside of `srun`
-    5. Open MPI, inside of `mpirun`
+    4. SLURM, inside `srun`
+    5. Open MPI, inside `mpirun`
 
-    JAX_COORDINATOR_ADDRESS alone overrides the address that 4 and 5 find, which is loopback where
+    JAX_COORDINATOR_ADDRESS alone overrides the address that 4 and 5 find, which is loopback if
     all processes are on one host. A process that shares its node takes its part of the node's GPUs,
     unless the launcher has bound it to some, or JAX_LOCAL_DEVICE_IDS names them. Raises UserError
-    where a launcher contradicts itself.
+    if a launcher contradicts itself.
     """
     cluster = options.cluster() if options else None
     for needed, read in _LAUNCHERS:
@@ -129,14 +129,14 @@ def _read_torchrun(environment: Mapping[str, str]) -> Cluster:
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Cluster:
-    """SLURM's variables of a step: a batch script has some of them without being one."""
+    """Reads SLURM's variables of a job step; a batch script alone has only some of them."""
     job = _integer(environment, "SLURM_JOB_ID") + _integer(environment, "SLURM_STEP_ID", 0)
     # The first of a compressed list: node[007-015,020]-ib,other -> node007-ib
     nodes = environment["SLURM_STEP_NODELIST"]
     host = re.sub(r"\[(\w*)[^\]]*\]", r"\1", nodes).partition(",")[0]
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         host = _LOOPBACK
-    # Tasks of each node: "2(x3),1" is three nodes of two tasks, then one of one.
+    # Tasks on each node: "2(x3),1" is three nodes of two tasks, then one of one.
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     counts = [
         int(count) for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
@@ -179,7 +179,7 @@ def _read_open_mpi(environment: Mapping[str, str]) -> Cluster:
 
 
 _JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_LAUNCHERS = (  # the variables that each sets, in the order in which they are asked
+_LAUNCHERS = (  # the variables that each sets, in the order in which they are tried
     (_JAX_VARIABLES, _read_jax),
     ((*_JAX_VARIABLES[:2], "JOB_COMPLETION_INDEX"), _read_kubernetes),
     (("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"), _read_torchrun),
@@ -196,10 +196,10 @@ def _coordinator(environment: Mapping[str, str], host: str | None, job: int) -> 
 def _part_of_node(
     environment: Mapping[str, str], local: str, processes: int, gpus: int | None = None
 ) -> tuple[int, ...] | None:
-    """The GPUs of the process that the variable `local` numbers, of the `processes` on a node that
-    has `gpus` of them, where that is known.
+    """The GPUs of this process, one of `processes` on its node; `local` names the variable with its
+    number there, and `gpus` is how many the node has, if known.
 
-    None, which is all that it sees, for a process that has the node for itself or was bound to
+    None, which means all that it sees, for a process that has the node to itself or was bound to
     some of its GPUs.
     """
     names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

@@ -12,13 +12,13 @@ from enum import IntEnum
 
 class Exit(IntEnum):
     """Exit statuses of `mtx train` and `mtx launch`; the numbers are those of sysexits.h, where it
-    has one. Whatever is none of them came from outside: 128 + n, or -n, is signal n."""
+    has one. Any other status came from outside: 128 + n, or -n, is signal n."""
 
     FINISHED = 0  # the run is at its last step
     MISTAKE = 2  # the user's: one line says what to change; starting again would not help
     LOST = 69  # another process died, failed or could not be reached: start all again
     FAILED = 70  # this process raised an exception: start all again, with a limit
-    UNSAVED = 74  # all went well but for the last checkpoint: start again when there is room
+    UNSAVED = 74  # all went well except for the last checkpoint: start again when there is room
     PREEMPTED = 75  # SIGTERM: all that was done is saved; start again when there is room
     GAVE_UP = 79  # `mtx launch`: no restarts are left; somebody has to look
     HUNG = 124  # no step finished for too long; stacks are on stderr: start all again
@@ -26,11 +26,12 @@ class Exit(IntEnum):
 
 
 def leave_at_once() -> None:
-    """From now until a run can save anything, Ctrl-C and SIGTERM end it where it is. For the one
-    process of a command: several tell each other.
+    """Makes Ctrl-C and SIGTERM end a run at once, from now until it can save anything. For a
+    command with a single process: several processes tell each other.
 
-    A thread does it: handlers of the main thread would wait until the compiler returns, an
-    exception be lost in a callback of the garbage collector, and JAX crash within a compilation.
+    A thread does this: handlers in the main thread would wait until the compiler returns, an
+    exception could be lost in a callback of the garbage collector, and JAX could crash within a
+    compilation.
     """
     if threading.current_thread() is threading.main_thread():
         reading, writing = os.pipe()
@@ -42,20 +43,20 @@ def leave_at_once() -> None:
 
 
 def leaving(number: int, frame: object) -> None:
-    """The handler meanwhile: the thread that is told of the signal as well ends the process."""
+    """The handler until then: only waits, because the thread, told as well, ends the process."""
     while True:
         signal.pause()
 
 
 def stay() -> None:
-    """From now on, signals have handlers that wait for the main thread."""
+    """Ends `leave_at_once`: from now on, signal handlers wait for the main thread."""
     told = signal.set_wakeup_fd(-1)
     if told >= 0:
         os.close(told)  # which ends the thread
 
 
 def _leave(reading: int) -> None:
-    """Ends the process at the first signal, of which its number is written."""
+    """Ends the process at the first signal, whose number is written to the pipe."""
     told = os.read(reading, 1)
     os.close(reading)
     if told:
@@ -65,7 +66,7 @@ def _leave(reading: int) -> None:
 
 def on_abort(handle: Callable[[], None] | None) -> object:
     """Has `handle` called on SIGABRT, which is how C++ ends a process, in the thread that aborts;
-    None: the usual effect. What is returned must be kept.
+    None restores the usual effect. The caller must keep the returned object.
 
     Python's own handlers run later in the main thread, and after abort(3) there is no later.
     """
@@ -80,11 +81,11 @@ def on_abort(handle: Callable[[], None] | None) -> object:
 
 
 class LostProcess(Exception):
-    """The processes of a run have not come together, or no longer are; ends in `Exit.LOST`."""
+    """The processes of a run did not connect, or are no longer connected; ends in `Exit.LOST`."""
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, in words. `status`: as `subprocess` has it, -n for signal n."""
+    """How a process ended, in words. `status`: as `subprocess` gives it, -n for signal n."""
     if status < 0:
         try:
             return f"was killed by {signal.Signals(-status).name}"

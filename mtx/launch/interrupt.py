@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the running step."""
+"""Ctrl-C and SIGTERM as requests to stop after the running step."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class StopRequests:
         return self._signal is not None
 
     def request(self, number: int) -> None:
-        """A signal has come."""
+        """Records a signal that this process got."""
         self._signal = self._signal or number
         if self._several and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def leave(self) -> None:
-        """Ends the run here where a signal has come, since it cannot end as it was asked to:
+        """Ends the run here if a signal has come, since it cannot end as requested: raises
         KeyboardInterrupt, or SystemExit with `exit`. Several processes stop at the step that they
-        have agreed on."""
+        have agreed on instead."""
         if self._signal is None or self._several:
             return
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SystemExit(self.exit)
 
     @property
     def exit(self) -> Exit:
-        """What a run that was stopped ends with, by the signal that this process got; one that
-        got none was stopped by another's, which is preemption."""
+        """The exit of a run that was stopped, from the signal that this process got. A process that
+        got none was stopped by another's signal, which means preemption."""
         return Exit.INTERRUPTED if self._signal == signal.SIGINT else Exit.PREEMPTED
 
 
@@ -53,8 +53,8 @@ class StopRequests:
 def stop_requests() -> Iterator[StopRequests]:
     """Takes a first Ctrl-C or SIGTERM as a request; the second one has its usual effect.
 
-    Several processes: JAX's coordination service takes a SIGTERM to any of them, and all agree on
-    the step; Ctrl-C is passed on as one.
+    With several processes, JAX's coordination service takes a SIGTERM to any of them, and all agree
+    on the step; Ctrl-C is passed on as a SIGTERM.
     """
     requests = StopRequests()
     before = {}
@@ -70,7 +70,7 @@ def stop_requests() -> Iterator[StopRequests]:
             signal.signal(number, signal.SIG_DFL if usual is None else usual)
 
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is threading.main_thread():  # no other may have handlers
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
         for number in numbers:
             before[number] = signal.signal(number, request)
         if leaving in before.values():

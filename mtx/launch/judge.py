@@ -1,7 +1,7 @@
-"""Who failed, from the signs of life of all processes: plain data in, a verdict out. No JAX here.
+"""Judges who failed, from the heartbeats of all processes: plain data in, a verdict out; no JAX.
 
-Times are differences of one process's monotonic clock: no two hosts' clocks are compared, and a
-clock that is set changes nothing.
+Times are differences of one process's monotonic clock: no two hosts' clocks are compared, and
+setting a clock changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A process, as a person would look for it."""
+    """A process, described so that a person can find it."""
 
     process: int
     host: str
@@ -51,8 +51,8 @@ class Heartbeat:
     who: Identity
     count: int  # grows by one with each
     step: int  # finished steps
-    phase: str  # what its main thread is at: batch, step, loop, eval, ...; "done" at the end
-    stalled_s: float = 0.0  # for how long beyond what is allowed; 0: it gets on
+    phase: str  # what its main thread does: batch, step, loop, eval, ...; "done" at the end
+    stalled_s: float = 0.0  # for how long, if longer than allowed; 0: it makes progress
     waits: bool = False  # in a phase that may take long, and has not taken too long yet
     error: str = ""  # how its connection to the others broke
     probe: tuple[int, float, float, float] | None = None  # see `mtx.launch.stragglers.Probe`
@@ -89,23 +89,23 @@ def _with_tuples(values: dict) -> dict:
 
 
 def patience(phase: str) -> float:
-    """By how much longer than else a process may be silent in `phase`: it starts and compiles in
-    calls of C++ that may not let its other threads run."""
+    """The factor by which a process may be silent for longer in `phase`: it starts and compiles in
+    C++ calls that may not let its other threads run."""
     return 6.0 if phase in ("start", "compile") else 1.0
 
 
 @dataclass(kw_only=True)
 class Judge:
-    """Reads all heartbeats again and again, in process 0.
+    """Reads all heartbeats repeatedly, in process 0.
 
-    A process is lost when its heartbeats have stopped for `silent_s`; for `suspect_s` already where
-    another says that a connection broke. A run hangs when a process has stalled, and none is at
-    something that may take its time.
+    A process is lost when its heartbeats have stopped for `silent_s`, or only for
+    `suspect_s` if another process says that a connection broke. A run hangs when a process has
+    stalled and no process is in a phase that may take long.
     """
 
     silent_s: float
     suspect_s: float
-    processes: int = 0  # that are to begin, within `begin_s` of each other
+    processes: int = 0  # that must begin, within `begin_s` of each other
     begin_s: float = 300.0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)  # count, since when
     _broken_s: float = math.inf  # when a process first said that a connection had broken
@@ -113,11 +113,11 @@ class Judge:
     _first_s: float | None = None
 
     def see(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> Verdict | None:
-        """`heartbeats`: the last of each process that ever had one."""
+        """The verdict, if any. `heartbeats`: the last of each process that ever sent one."""
         if self._last_s is None or self._first_s is None:
             self._first_s = self._last_s = now_s
         away_s, self._last_s = now_s - self._last_s, now_s
-        # Longer than this it was this process that did not run: that is nobody's silence.
+        # For any longer time, this process itself did not run: that is nobody's silence.
         away_s = max(away_s - self.suspect_s / 2, 0.0)
         self._seen = {p: (count, since_s + away_s) for p, (count, since_s) in self._seen.items()}
         for process, heartbeat in heartbeats.items():
@@ -141,7 +141,7 @@ class Judge:
         silent = {p: now_s - self._seen[p][1] for p in running}
         lost = [p for p, age_s in silent.items() if age_s > limit_s * patience(running[p].phase)]
         given_up = bool(broken) and now_s - self._broken_s > self.silent_s
-        if given_up and not lost:  # who was last heard of as it compiled may be gone as well
+        if given_up and not lost:  # one last heard of while compiling may be gone as well
             lost = [p for p, age_s in silent.items() if age_s > self.suspect_s]
         if lost:
             who = "; ".join(
@@ -168,7 +168,7 @@ def _hung(running: dict[int, Heartbeat]) -> Verdict | None:
     stalled = [one for one in all_of if one.stalled_s > 0]
     if not stalled or any(one.waits for one in all_of):
         return None
-    # A step's collectives make all wait for the slowest: it is behind, or not in the step.
+    # A step's collectives make all wait for the slowest, which is behind or not in the step.
     first = min(one.step for one in all_of)
     behind = [one for one in all_of if one.step == first]
     culprits = [one for one in behind if one.phase != "step"]

@@ -1,5 +1,5 @@
-"""Whether a folder, and what is asked for, is the same for all processes: found out before anything
-is computed."""
+"""Checks, before anything is computed, that all processes share a folder and are asked for the same
+run on the same data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import jax
 from mtx.errors import UserError, shown
 from mtx.sharding.agree import agree
 
-_SEEN_S = 30.0  # for what one process writes to be seen by another: NFS and mounted buckets cache
+_SEEN_S = 30.0  # for a process to see what another has written: NFS and mounted buckets cache
 _ANSWER_S = 600.0  # for a process that is still starting
 _PAUSE_S = 0.1
 
 
 def require_shared(folder: Path) -> None:
-    """Raises UserError, on all processes, where `folder`, a run's out, is not on a disk that they
-    share, or one of them cannot write there. Nothing is left of what was made to find that out."""
+    """Raises UserError, on all processes, if `folder`, a run's out, is not on a disk that they
+    share, or if one of them cannot write there. Everything created for this check is removed."""
     if jax.process_count() == 1:
         return
-    process, made = jax.process_index(), []  # by process 0, to be removed
+    process, made = jax.process_index(), []  # created by process 0, to be removed
 
     def make(_) -> str:
         place = folder / f".shared.{uuid.uuid4().hex}"
@@ -40,7 +40,7 @@ def require_shared(folder: Path) -> None:
         return place.name
 
     def answer() -> str:
-        """What is wrong for this process, if anything; else it leaves its number in `place`."""
+        """What is wrong for this process, if anything; if not, it leaves its number in `place`."""
         if process == 0:
             return ""
         if not _appears(place):
@@ -71,7 +71,7 @@ def require_shared(folder: Path) -> None:
 
 
 def require_same(subject: str, values: Mapping[str, object]) -> None:
-    """Raises UserError, on all processes, where one of them has other `values` (of JSON) than
+    """Raises UserError, on all processes, if one of them has other `values` (of JSON) than
     process 0: they would run different programs, or read batches of different data."""
 
     def judge(all_said: Sequence[str]) -> str:
@@ -91,12 +91,12 @@ def require_same(subject: str, values: Mapping[str, object]) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a path is there, or comes in time."""
+    """Whether a path exists, or appears in time."""
     end_s = time.monotonic() + _SEEN_S
     while not os.path.exists(path):
         if time.monotonic() > end_s:
             return False
-        for parent in path.parents:  # to open a folder has NFS ask the server for it again
+        for parent in path.parents:  # opening a folder makes NFS ask the server again
             with contextlib.suppress(OSError):
                 os.close(os.open(parent, os.O_RDONLY))
         time.sleep(_PAUSE_S)

@@ -22,8 +22,8 @@ _MMAP_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -4, -3, -1, -8  # of m
 _HUGE, _HUGE_PAGE = 14, 2 << 20  # of madvise(2); bytes
 _HEAP_BYTES = 8 << 30  # of address space: no memory is taken before it is used
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
-# JAX's own watch over its processes is turned off, for all that counts (see `mtx.launch.watch` for
-# ours): it goes by the time of day, and a clock set forward by more than its patience ends the run.
+# JAX's own watch over its processes is turned off in effect (see `mtx.launch.watch` for ours): it
+# goes by the time of day, so a clock set forward by more than its patience would end the run.
 _HEARTBEAT_S = 10**9
 _SHUTDOWN_S = 120  # for the others to finish, once this process has
 
@@ -32,7 +32,7 @@ def use_virtual_devices(count: int) -> None:
     """Makes the CPU appear as `count` devices, in place of the machine's own.
 
     To be called before JAX starts. What the environment already sets is kept: XLA's flag,
-    JAX_PLATFORMS and NPROC. Raises UserError where JAX has already started with fewer devices.
+    JAX_PLATFORMS and NPROC. Raises UserError if JAX has already started with fewer devices.
     """
     checked("virtual devices", count, Annotated[int, Between(1, MOST_VIRTUAL)])
     if _started_jax() and _device_count() < count:
@@ -45,10 +45,10 @@ def use_virtual_devices(count: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_COUNT}={count}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # The size of XLA's thread pools. A collective blocks a thread of each device, and never two,
-    # since a device's collectives run in order: with no more threads than devices, those that wait
-    # can keep those that are waited for from running, and the program hangs. The rest compute, one
-    # for each core: with 8 threads in place of 6, for four devices on two cores, a step of bench-s
-    # took 11 % longer at the median of six pairs.
+    # since a device's collectives run in order: with no more threads than devices, threads that
+    # wait can keep those that they wait for from running, and the program hangs. The others
+    # compute, one for each core: with 8 threads instead of 6, for four devices on two cores, a step
+    # of bench-s took 11 % longer at the median of six pairs.
     os.environ.setdefault("NPROC", str(count + usable_cores()))
     if "jax" in sys.modules and not _started_jax():
         import jax  # it has read this variable already, when it was imported
@@ -58,16 +58,16 @@ def use_virtual_devices(count: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep what is freed, in one heap of huge pages, for the next that asks;
+    """Makes the C library keep freed memory, in one heap of huge pages, for later allocations;
     glibc on Linux only.
 
     XLA's CPU client frees a step's temporary buffers at its end, and glibc gives blocks of that
     size back to the system: the next step pays a page fault for every 4 KiB (bench-s on four
     devices: 7 % of all CPU time; pages of 2 MiB saved another 4 to 19 % of a step). The heap is
-    larger than four devices' bench-s: what it grows by later is of small pages.
+    larger than four devices' bench-s needs: what it grows by later is in small pages.
 
-    It costs memory: glibc 2.36 seldom puts an aligned block where one of its size has been, and
-    within some ten steps the heap grows to 3.5 times the temporary buffers of all devices. See
+    It costs memory: glibc 2.36 seldom puts an aligned block where one of the same size has been,
+    so within some ten steps the heap grows to 3.5 times the temporary buffers of all devices. See
     `give_freed_memory_back`.
     """
     if (libc := _glibc()) is None:
@@ -85,12 +85,12 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Undoes `keep_freed_memory` for what is allocated from now on: blocks of 1 MiB and more go
-    back to the system when they are freed."""
+    """Undoes `keep_freed_memory` for later allocations: blocks of 1 MiB or more are returned to the
+    system when they are freed."""
     if (libc := _glibc()) is not None:
         for option, value in ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 1 << 20)):
             libc.mallopt(option, value)
-        libc.malloc_trim(ctypes.c_size_t(0))  # the end of the heap, which would serve them first
+        libc.malloc_trim(ctypes.c_size_t(0))  # the heap's free end, which would serve them first
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -123,14 +123,14 @@ def _device_count() -> int:
 
 
 def join_cluster(options: ClusterOptions | None = None) -> str | None:
-    """Connects this process with the others of its run, and says in one line what it found; does
-    nothing, and says nothing, where there is one process.
+    """Connects this process with the others of its run, and returns a line on what it found; with
+    a single process, does nothing and returns None.
 
-    To be called before JAX computes anything. Who this process is, `find_cluster` says. Process 0
-    listens at the coordinator's address and nowhere else (JAX_COORDINATOR_BIND_ADDRESS names
-    another), and CPU collectives at the address with which each process reaches the coordinator.
-    Raises UserError for variables that contradict themselves, and LostProcess where the processes
-    do not come together.
+    To be called before JAX computes anything. `find_cluster` says which process this is. Process 0
+    listens only at the coordinator's address (JAX_COORDINATOR_BIND_ADDRESS names another), and CPU
+    collectives only at the address with which each process reaches the coordinator. Raises
+    UserError for variables that contradict each other, and LostProcess if the processes do not
+    connect.
     """
     options = options or ClusterOptions()
     cluster = find_cluster(os.environ, options)
@@ -169,7 +169,7 @@ def _connect(cluster: Cluster, options: ClusterOptions) -> None:
             f"meet the others at {cluster.coordinator} within {options.connect_s} s: "
             + reason(error)
         ) from error
-    options_of_jax: Any = jax.config  # whose type lacks some of its flags
+    options_of_jax: Any = jax.config  # its type lacks some of its flags
     if options_of_jax.jax_cpu_collectives_implementation == "gloo":
         _listen_only_at(_own_address(cluster.coordinator))
 
@@ -182,7 +182,7 @@ def _socket(address: str, kind: socket.SocketKind) -> tuple[socket.socket, Any]:
 
 
 def _refuse_taken_port(address: str) -> None:
-    """UserError where process 0 cannot listen at `address`; the C++ service would abort."""
+    """UserError if process 0 cannot listen at `address`, where the C++ service would abort."""
     try:
         listener, place = _socket(address, socket.SOCK_STREAM)
         with listener:
@@ -197,7 +197,7 @@ def _refuse_taken_port(address: str) -> None:
 
 
 def _own_address(coordinator: str) -> str | None:
-    """This host's address on the way to another; loopback where that is this host itself."""
+    """This host's address on the way to the coordinator; loopback if that is this host itself."""
     try:
         probe, place = _socket(coordinator, socket.SOCK_DGRAM)
         with probe:
@@ -208,11 +208,11 @@ def _own_address(coordinator: str) -> str | None:
 
 
 def _listen_only_at(address: str | None) -> None:
-    """Has gloo, which moves data between CPUs, listen at `address` of this host.
+    """Makes gloo, which moves data between CPUs, listen at `address` of this host.
 
-    By itself it takes whatever the host's name resolves to: on many machines 127.0.1.1, where no
-    other reaches it, or else an address of the outside even when all processes are on one host.
-    JAX (0.10 to 0.12) has the argument and no public way to it.
+    By default it takes whatever the host's name resolves to: on many machines 127.0.1.1, where no
+    other host reaches it, or else an external address, even when all processes are on one host.
+    JAX (0.10 to 0.12) has the argument, but no public way to set it.
     """
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]

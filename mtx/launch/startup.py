@@ -1,5 +1,5 @@
-"""From a launch, or another beginning, to the first finished step: where the time goes, and a cache
-that shortens it."""
+"""The time from a launch, or another origin, to the first finished step: where it goes, and a
+compilation cache that shortens it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
 class StartUp:
-    """Seconds by part, each up to its `mark`, the first from `origin`: now, or `ago_s` before."""
+    """Seconds by part, each ending at its `mark`; the first starts at `origin`, `ago_s` before
+    now."""
 
     def __init__(self, origin: str, *, ago_s: float = 0.0):
         self.parts: dict[str, float] = {}
@@ -24,11 +25,11 @@ class StartUp:
 
     @classmethod
     def of_process(cls) -> StartUp:
-        """From this process's own beginning."""
+        """Starts at this process's own beginning."""
         return cls("launch", ago_s=process_age_s())
 
     def mark(self, part: str) -> None:
-        """What was done since the last mark was `part`."""
+        """Counts the time since the last mark as `part`."""
         if not self._open:
             return
         now_s = time.monotonic()
@@ -36,7 +37,7 @@ class StartUp:
         self._last_s = now_s
 
     def end(self, part: str) -> bool:
-        """The last mark; False, and nothing, where that has been already."""
+        """Makes the last mark; does nothing, and returns False, if that was made already."""
         self.mark(part)
         was_open, self._open = self._open, False
         return was_open
@@ -51,9 +52,9 @@ class StartUp:
 
 
 def process_age_s() -> float:
-    """Seconds since this process began; 0 where the system does not say (it is Linux that does)."""
+    """Seconds since this process began; 0 if the system does not say (only Linux does)."""
     try:
-        # The 22nd field, after a name in parentheses that may hold anything: clock ticks from boot.
+        # Field 22, after a name in parentheses that may hold anything: clock ticks since boot.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began_s, 0.0)
@@ -62,12 +63,12 @@ def process_age_s() -> float:
 
 
 def use_compile_cache(directory: str) -> Path | None:
-    """Has XLA keep what it compiles in `directory`, which is returned, for the next process that
-    compiles the same. To be called before anything is compiled.
+    """Makes XLA keep what it compiles in `directory`, for the next process that compiles the same;
+    returns the directory. To be called before anything is compiled.
 
     "auto" is JAX_COMPILATION_CACHE_DIR, or else mtx/compiled in the user's cache; "none" turns it
-    off. It is the user's alone: who can write there can have their code run. UserError where it
-    cannot be written. It is off, too, where several processes compute on CPUs: only process 0 finds
+    off. It must be the user's alone: whoever can write there can have their code run. UserError if
+    it cannot be written. It is also off if several processes compute on CPUs: only process 0 finds
     what was kept, and gloo's first meeting (30 s) would end before the others have compiled.
     """
     import jax

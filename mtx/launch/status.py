@@ -1,5 +1,5 @@
-"""Between `mtx launch` and its processes: how many devices each makes, and what it tells of itself,
-one JSON object a line, through a pipe."""
+"""Between `mtx launch` and its processes: how many devices each makes, and the status that it sends
+through a pipe, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 from dataclasses import dataclass
 
 STATUS_FD = "MTX_STATUS_FD"  # the environment's name for the pipe's number
-VIRTUAL_DEVICES = "MTX_VIRTUAL_DEVICES"  # and for the CPU devices to make, where none are asked for
+VIRTUAL_DEVICES = "MTX_VIRTUAL_DEVICES"  # and for how many CPU devices to make, if not asked for
 
 
 @dataclass(frozen=True)
 class StatusPipe:
-    """The writing end; None where nobody started this process to listen."""
+    """The write end of the pipe; None if no supervisor listens."""
 
     descriptor: int | None = None
 
@@ -29,7 +29,7 @@ class StatusPipe:
         return cls(int(text))
 
     def send(self, **values) -> None:
-        """Never waits. Ends the process where the supervisor has gone: nothing outlives it."""
+        """Never waits. Ends the process if the supervisor is gone: nothing outlives it."""
         if self.descriptor is None:
             return
         try:

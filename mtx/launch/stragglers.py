@@ -1,8 +1,8 @@
-"""Which process is slow: each times what it does alone, since the step takes as long for all.
+"""Finds slow processes: each times what it does alone, since a step takes equally long for all.
 
-Three measures, in seconds: its own share of a step outside of the devices (reading and placing the
-batch); a matrix product on its first device, always the same; and by how much a thread that sleeps
-wakes up late, which shows a process that is stopped or starved now and then.
+Three measures, in seconds: the time of a step that it spends outside its devices (reading and
+placing the batch); a matrix product on its first device, always the same; and how late a sleeping
+thread wakes up, which reveals a process that is stopped or starved now and then.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 
 class Probe(NamedTuple):
-    """What one process measured on itself."""
+    """What one process measured about itself."""
 
     step: int  # finished steps
-    host_s: float  # a step, outside of the devices
+    host_s: float  # per step, outside its devices
     device_s: float  # the matrix product
     late_s: float  # of each second
 
 
 class Record(NamedTuple):
-    """All processes' probes at one step, in their order; what `log.jsonl` has as "processes"."""
+    """The probes of all processes at one step, in their order; "processes" in `log.jsonl`."""
 
     step: int
     host_s: list[float]
@@ -35,7 +35,7 @@ class Record(NamedTuple):
 def gather(probes: Mapping[int, tuple | None], processes: int, after: int) -> Record | None:
     """The record of all processes' newest probes, once each has one beyond the step `after`.
 
-    Where steps are shorter than heartbeats, those may be of steps that differ; the first counts.
+    If steps are shorter than heartbeats, the probes may be of different steps; the earliest counts.
     """
     known = [probe for _, probe in sorted(probes.items()) if probe]
     step = min((probe[0] for probe in known), default=0)
@@ -49,12 +49,12 @@ def gather(probes: Mapping[int, tuple | None], processes: int, after: int) -> Re
 class Stragglers:
     """Names a process that stands out twice in a row, and again when it no longer does."""
 
-    step_s: float = 0.0  # a typical step, in proportion to which time outside of it counts
+    step_s: float = 0.0  # a typical step; time outside the devices counts relative to it
     _suspects: frozenset[int] = frozenset()
     _named: frozenset[int] = frozenset()
 
     def see(self, record: Record, names: Mapping[int, str]) -> list[str]:
-        """What there is to say about `record`, one line for each process."""
+        """The lines to print about `record`, one for each process concerned."""
         reasons = slow_processes(record, step_s=self.step_s)
         twice = self._suspects & reasons.keys()
         lines = [f"slow: {names[p]}: {reasons[p]}" for p in sorted(twice - self._named)]
@@ -66,7 +66,7 @@ class Stragglers:
 
 
 def slow_processes(record: Record, *, step_s: float) -> dict[int, str]:
-    """Why each process that stands out does. The others' median is the measure."""
+    """{process: reason} for each process that stands out against the median of the others."""
     reasons = {}
     for process in range(len(record.host_s)):
         host_s, device_s, late_s = (

@@ -1,8 +1,8 @@
-"""Many processes on one machine: started together, and again from the last checkpoint when one
+"""Many processes on one machine: started together, and restarted from the last checkpoint when one
 fails. Beyond one machine this is the scheduler's business (see `launch/`).
 
 No JAX here, nor anything else that could fail with the run. The processes die with their
-supervisor, even when it is killed: the kernel sees to it (PR_SET_PDEATHSIG), and their status pipe.
+supervisor, even if it is killed: the kernel (PR_SET_PDEATHSIG) and their status pipe see to it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _TICK_S = 0.1
 _MAX_BACKOFF_S = 300.0
-_FLIGHT_S = 3.0  # between the first and the last that leaves for one reason
+_FLIGHT_S = 3.0  # between the first and the last process that leave for the same reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How many processes, with which devices, and how often again."""
+    """How many processes to start, with which devices, and how often to restart them."""
 
     processes: Processes = 1  # of this machine
-    devices_per_process: Devices = 1  # GPUs, or virtual CPU devices where there are none
-    cpu: bool = False  # virtual devices, also where there are GPUs
+    devices_per_process: Devices = 1  # GPUs, or virtual CPU devices if there are none
+    cpu: bool = False  # virtual devices, even if there are GPUs
     max_restarts: Interval = 3  # in a row without progress: a later checkpoint to start from
-    backoff_s: Seconds = 1.0  # before the first restart, and twice as much before each further one
+    backoff_s: Seconds = 1.0  # before the first restart, and twice as long before each later one
     grace_s: Seconds = 12.0  # for the others to leave by themselves, once one has failed
     silent_s: Patience = 30.0  # without a sign of life, a process is taken for frozen
 
@@ -61,7 +61,7 @@ class LaunchOptions:
 
 
 def supervise(command: Sequence[str], options: LaunchOptions) -> Exit:
-    """Runs `command` in every process until it has finished; returns what `mtx launch` ends with.
+    """Runs `command` in every process until it has finished; returns the exit of `mtx launch`.
 
     SIGTERM and Ctrl-C are passed on, as SIGTERM: the run saves and ends, and is not started again.
     """
@@ -93,12 +93,12 @@ class _Worker:
     heard_s: float = 0.0  # when it last spoke through its status pipe; 0: it never has
     step: int = 0
     stages: tuple[int, ...] = ()
-    start: int | None = None  # the step that it goes on from
+    start: int | None = None  # the step that it continues from
     forced: bool = False  # it did not end by itself
 
     @property
     def output(self) -> IO[bytes]:
-        """Its pipe."""
+        """The pipe of its output."""
         assert self.process.stdout is not None
         return self.process.stdout
 
@@ -120,7 +120,7 @@ class _Supervisor:
         self.requests += 1
 
     def run(self) -> Exit:
-        failures, best = 0, -1  # in a row; the latest step that an attempt went on from
+        failures, best = 0, -1  # in a row; the latest step that an attempt started from
         for attempt in itertools.count(1):
             cause = self._attempt(attempt)
             statuses = [worker.process.returncode for worker in self.workers]
@@ -147,7 +147,7 @@ class _Supervisor:
         raise AssertionError("counting has no end")
 
     def _final(self, statuses: Sequence[int]) -> Exit:
-        """The end, where nothing failed or somebody asked for it."""
+        """The exit if nothing failed or somebody asked for the end."""
         if not any(statuses):
             return Exit.FINISHED
         if self.requested == signal.SIGINT or Exit.INTERRUPTED in statuses:
@@ -157,7 +157,7 @@ class _Supervisor:
         return Exit.PREEMPTED
 
     def _wait(self, seconds: float) -> bool:
-        """False where a signal came."""
+        """Waits; returns False if a signal came."""
         end_s = time.monotonic() + seconds
         while not self.requested and time.monotonic() < end_s:
             time.sleep(min(_TICK_S, seconds))
@@ -186,7 +186,7 @@ class _Supervisor:
         return cause
 
     def _follow(self, selector: selectors.BaseSelector) -> _Worker | None:
-        """Until the last process has ended; returns the one at fault, if one failed."""
+        """Waits until the last process has ended; returns the one at fault, if one failed."""
         failed: list[_Worker] = []
         forced_at_s, passed_on = math.inf, 0
         while any(worker.process.poll() is None for worker in self.workers):
@@ -199,7 +199,7 @@ class _Supervisor:
                 self._signal_all(number)
             failed += self._new_failures(failed, now_s)
             if failed and forced_at_s == math.inf:
-                # Who left because of another knew which: those that are still there are no help.
+                # A process that left because of another knew which; those still there add nothing.
                 knew = failed[0].process.returncode in (Exit.LOST, Exit.HUNG)
                 wait_s = min(self.options.grace_s, _FLIGHT_S) if knew else self.options.grace_s
                 forced_at_s = now_s + wait_s
@@ -228,7 +228,7 @@ class _Supervisor:
         return found
 
     def _end_by_force(self, *workers: _Worker) -> None:
-        """Ends those that do not end by themselves, and shows where they were."""
+        """Kills the workers that did not end by themselves, and shows where they were."""
         for worker in workers:
             if worker.process.poll() is None:
                 self._say(f"{worker.describe()} is {_state(worker.process.pid)}, and is killed")
@@ -238,8 +238,8 @@ class _Supervisor:
                 worker.process.wait()
 
     def _show_stack(self, worker: _Worker) -> None:
-        """Has it write the stacks of its threads, also where it has been stopped; and reads on for
-        as long as that may take."""
+        """Makes a worker write the stacks of its threads, even if it has been stopped, and keeps
+        reading for as long as that may take."""
         for number in (signal.SIGUSR1, signal.SIGCONT) if worker.heard_s else ():
             with contextlib.suppress(ProcessLookupError):
                 worker.process.send_signal(number)
@@ -254,7 +254,7 @@ class _Supervisor:
                 worker.process.send_signal(number)
 
     def end_all(self) -> None:
-        """No process of this run is left, nor a child of one."""
+        """Kills every process of this run that is left, and their children."""
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
@@ -266,7 +266,7 @@ class _Supervisor:
     # -- what the processes say -------------------------------------------------------------------
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> bool:
-        """Prints what has come; whether something has."""
+        """Prints what has come; returns whether anything has."""
         events = selector.select(timeout_s)
         if not selector.get_map():
             time.sleep(timeout_s)
@@ -276,12 +276,12 @@ class _Supervisor:
         return bool(events)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
-        """What the last ones have left in their pipes."""
+        """Reads what the last processes have left in their pipes."""
         while selector.get_map() and self._read(selector, 0):
             pass
 
     def _read_worker(self, worker: _Worker, descriptor: int) -> bool:
-        """False at the pipe's end."""
+        """Reads a pipe of a worker; returns False at its end."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -339,7 +339,7 @@ def _start(command: Sequence[str], rank: int, variables: Mapping[str, str]) -> _
 
 
 def _cluster_variables(options: LaunchOptions) -> dict[str, str]:
-    """What every process of one attempt gets; all on loopback, on a port of its own."""
+    """The variables for every process of an attempt; all on loopback, on the attempt's own port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -371,7 +371,7 @@ def find_gpus() -> list[str]:
 
 
 def _state(pid: int) -> str:
-    """What the kernel says that a process does."""
+    """What a process is doing, according to the kernel."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,11 +1,12 @@
-"""Each process watches over all: one that dies, hangs or cannot be reached ends the run, by name.
+"""The processes of a run watch each other: one that dies, hangs or cannot be reached ends the run,
+and is named.
 
-Every process says through JAX's coordination service that it lives and where it is; process 0 reads
-them all and judges (`mtx.launch.judge`); all hear the verdict with their next heartbeat, print it
-and leave. A process that is killed, frozen or cut off is named within `heartbeat_s` and a second,
-and in a third of that where a connection broke with it; a run that hangs, within `hang_s`.
+Through JAX's coordination service, every process sends heartbeats that say where it is; process 0
+reads them all and judges (`mtx.launch.judge`); all read the verdict with their next heartbeat,
+print it and leave. A process that is killed, frozen or cut off is named within `heartbeat_s` and a
+second, or a third of that if a connection to it broke; a run that hangs, within `hang_s`.
 
-Nothing is left to the interpreter's ordinary end, where JAX would wait for those that are gone.
+Nothing is left to the interpreter's normal exit, where JAX would wait for processes that are gone.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from mtx.launch.stragglers import Probe, Record, Stragglers, gather, make_device
 
 _TICK_S = 0.1
 _HEARTBEAT, _VERDICT, _ENDED = "mtx/heartbeat/", "mtx/verdict", "mtx/ended/"
-_watches = itertools.count()  # all processes enter as many
+_watches = itertools.count()  # all processes enter equally many
 _SLOW_STEPS = 10  # a step of this many times the longest so far is a hang, if longer than hang_s
-# What JAX says where the other end of a connection has gone.
+# What JAX says when the other end of a connection is gone.
 _BROKEN = (
     "Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "Connection",
     "Socket closed",
@@ -49,17 +50,17 @@ _BROKEN = (
 
 
 class Watch:
-    """Watches while it is entered. `options` None: only where there are several processes.
+    """Watches while it is entered; with `options` None, only if there are several processes.
 
-    With several processes an exception that leaves it ends the process there and then, after it
-    has been printed and told to the others.
+    With several processes, an exception that leaves it ends the process at once, after the
+    exception has been printed and the others have been told.
     """
 
     def __init__(self, options: WatchOptions | None = None):
         self._several = jax.process_count() > 1
         self._on = self._several or options is not None
         self._options = options or WatchOptions()
-        # With more processes than these there are a thousand heartbeats a second, so wait.
+        # However many processes there are, at most a thousand heartbeats a second.
         self._interval_s = max(self._options.heartbeat_s / 20, jax.process_count() / 1000)
         process = jax.process_index()
         self._who = Identity(process=process, host=socket.gethostname(), pid=os.getpid())
@@ -84,12 +85,12 @@ class Watch:
         self._leaving = threading.Lock()
         self._status = StatusPipe.inherited()
         self._client: Any = distributed.global_state.client if self._several else None
-        self._answered_s = time.monotonic()  # when the coordination service last did
+        self._answered_s = time.monotonic()  # when the coordination service last answered
 
     # -- what the run says ------------------------------------------------------------------------
 
     def place(self, mesh: Mesh) -> None:
-        """An attempt begins, the first or another: tells which stages this process computes."""
+        """Begins an attempt, the first or another: records which stages this process computes."""
         self._switch("start")
         self._armed = False
         axis = mesh.axis_names.index("pipe")
@@ -98,17 +99,17 @@ class Watch:
         self._who = replace(self._who, stages=tuple(sorted(own)))
 
     def started(self, step: int) -> None:
-        """The run begins, or goes on, after `step` finished steps."""
+        """Reports that the run begins, or continues, after `step` finished steps."""
         self._step = step
         self._status.send(start=step)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """While the main thread is at `phase`. Those of a step ("batch", "step", and "loop" between
-        them) have `hang_s`, all others `pause_s`."""
+        """Says that the main thread is in `phase`. The phases of a step ("batch", "step", and
+        "loop" between them) may take `hang_s`, all others `pause_s`."""
         outer = self._phase
         self._switch(phase)
-        yield  # an exception leaves the phase as it is: it is said where it happened
+        yield  # an exception leaves the phase as it is, to tell where it happened
         self._switch(outer)
 
     def _switch(self, phase: str) -> None:
@@ -118,7 +119,7 @@ class Watch:
         self._phase, self._entered_s, self._since_s = phase, now_s, now_s
 
     def finished(self, step: int, step_s: float) -> None:
-        """A step is done."""
+        """Records that a step is finished."""
         self._step, self._since_s = step, time.monotonic()
         self._host_steps += 1
         self._longest_s = max(self._longest_s, step_s) if self._armed else 0.0
@@ -126,7 +127,7 @@ class Watch:
         self._stragglers.step_s = step_s
 
     def probe_due(self, step: int) -> bool:
-        """Whether `probe` is to be called after `step`, with nothing in flight."""
+        """Whether to call `probe` after `step`, with nothing in flight."""
         every = self._options.probe_every
         return self._several and every > 0 and step % every == 0
 
@@ -145,7 +146,7 @@ class Watch:
         self._probed_at_s = self._entered_s = time.monotonic()
 
     def records(self) -> Iterator[tuple[Record, list[str]]]:
-        """Process 0: what all processes measured, and the lines to print about it."""
+        """In process 0: what all processes measured, and the lines to print about it."""
         while self._records:
             record = self._records.popleft()
             yield record, self._stragglers.see(record, self._names)
@@ -174,7 +175,7 @@ class Watch:
         self._phase = "done"
         self._status.send(step=self._step, phase="done")
         if self._several:
-            # Who is killed in its last moments is still missed: JAX would wait for it in vain.
+            # A process killed in its last moments is still noticed: JAX would wait for it in vain.
             self._wake.set()
             self._ended.wait()
         self._stop.set()
@@ -190,7 +191,7 @@ class Watch:
         if isinstance(error, Exception) and _connection_broke(error):
             self._error = what[:500]
             self._wake.set()
-            # Somebody else died, most likely: process 0 finds out who.
+            # Most likely another process died: process 0 finds out which.
             self._stop.wait(self._options.heartbeat_s + 5)
             self._leave(Verdict(text=what, exit=Exit.LOST, culprits=(self._who.process,)))
         self._be_first()
@@ -212,7 +213,7 @@ class Watch:
     def _leave(self, verdict: Verdict) -> None:
         """Says why, and ends this process. Does not return."""
         self._be_first()
-        if verdict.exit != Exit.MISTAKE or self._who.process == 0:  # else, where it was made
+        if verdict.exit != Exit.MISTAKE or self._who.process == 0:  # else only where it was made
             print(
                 f"mtx: {self._who.describe()} stops at step {self._step:,}, exit status "
                 f"{int(verdict.exit)}: {verdict.text}",
@@ -223,7 +224,7 @@ class Watch:
         self._end(verdict.exit)
 
     def _be_first(self) -> None:
-        """One thread says why this process ends, and ends it; any other stays here until then."""
+        """Lets one thread say why this process ends and end it; any other waits here until then."""
         if not self._leaving.acquire(blocking=False):
             threading.Event().wait()
 
@@ -251,8 +252,8 @@ class Watch:
             self._since_s += late_s
             if now_s - armed_s > 1:
                 armed_s = now_s
-                # Should a thread hold the interpreter, no other Python can run: this can. The
-                # others have given this process up by then.
+                # If a thread holds the interpreter, no other Python can run, but this can. By
+                # then, the other processes have given this one up.
                 if self._several or self._status.descriptor is not None:
                     limit_s = self._options.heartbeat_s * patience(self._phase)
                     faulthandler.dump_traceback_later(limit_s + 1, exit=self._several, file=2)
@@ -266,7 +267,7 @@ class Watch:
                 self._leave(verdict)
 
     def _exchange(self) -> None:
-        """Says that this process lives, and hears the verdict; in process 0, judges all."""
+        """Sends heartbeats and reads the verdict; in process 0, judges all."""
         judge = Judge(
             silent_s=self._options.heartbeat_s, suspect_s=max(self._interval_s * 4, 2.0),
             processes=jax.process_count(),
@@ -281,7 +282,7 @@ class Watch:
                 else:
                     self._see_leader(judge.begin_s)
                     self._hear_of_the_end()
-                # Not a blocking get: at its end the interpreter cannot take a thread out of one.
+                # Not a blocking get: at exit, the interpreter cannot take a thread out of one.
                 self._leave(Verdict.from_json(self._client.key_value_try_get(_VERDICT)))
             except jax.errors.JaxRuntimeError:
                 pass  # no verdict; or no answer, and `_guard` knows since when
@@ -343,7 +344,7 @@ class Watch:
         )  # fmt: skip
 
     def _publish(self, verdict: Verdict) -> bool:
-        """Tells everyone. False where another was first, or nobody can be told."""
+        """Tells all processes. False if another was first, or if nobody can be told."""
         try:
             self._client.key_value_set(_VERDICT, verdict.to_json())
         except jax.errors.JaxRuntimeError:
@@ -359,8 +360,9 @@ class Watch:
         return Verdict(text=text, exit=Exit.LOST, culprits=(0,))
 
     def _aborted(self) -> None:
-        """JAX's C++ ends this process where the coordination service breaks off: with SIGABRT. So
-        it does where a clock is set back to before the run's beginning: its heartbeats go by it."""
+        """Runs on SIGABRT, with which JAX's C++ ends this process when the coordination service
+        breaks off, or when a clock is set back to before the run's beginning, because JAX's
+        heartbeats go by the clock."""
         set_by_s = _clock_offset_s() - self._clock_s
         if abs(set_by_s) > 5:
             text = (
@@ -379,7 +381,7 @@ class Watch:
 
 
 def _clock_offset_s() -> float:
-    """How far the time of day is from a clock that nobody sets."""
+    """The time of day minus the monotonic clock, which nobody sets."""
     return time.time() - time.monotonic()
 
 

@@ -1,12 +1,12 @@
 """Attention of projected queries, keys and values: in blocks, fused, or in slices.
 
-Heads of keys and values may be fewer than those of queries (Ainslie et al. 2023): each of them
-serves a group of neighbours. They come as they are projected (`mtx.layers.projected`): so no copy
-of them waits for the backward pass beside it.
+There may be fewer heads of keys and values than of queries (Ainslie et al. 2023): each then serves
+a group of neighbouring query heads. Inputs come as they are projected (`mtx.layers.projected`), so
+that no second copy of them is kept for the backward pass.
 
 Legend: B rows · S sequence (T: keys) · H heads of queries (h: shard) ·
-G heads of keys and values (g: shard) · R = H / G · K head size (V: of values, where it is another)
-· b a block of queries
+G heads of keys and values (g: shard) · R = H / G · K head size (V: of values, if different) ·
+b a block of queries
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from mtx.layers.sinks import with_sinks
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.random import dropout_heads
 
-ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all that its own backward pass keeps
-FUSED_OUTPUT = "fused_attention_output"  # the same of a fused kernel, which is soon run again
+ATTENTION_OUTPUT = "attention_output"  # and its log-sum-exp: all results that its backward keeps
+FUSED_OUTPUT = "fused_attention_output"  # the same for a fused kernel, which is quick to run again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Which scores there are, and how they are made: of scaled products q k^T."""
+    """Which scores there are, and how they are computed from scaled products q k^T."""
 
     causal: bool = True  # a position sees none after it
-    window: int | None = None  # causal: it sees itself and window - 1 positions before it
+    window: int | None = None  # causal: a position sees itself and the window - 1 before it
     scale: float | None = None  # of the products; None: 1 / sqrt(K)
     softcap: float | None = None  # c tanh(score / c), before the mask (Gemma 2)
-    dropout: float = 0.0  # on the probabilities, where there are `Drops`
+    dropout: float = 0.0  # on the probabilities, if there are `Drops`
 
     def scaled_by(self, size: int) -> float:
         return 1 / math.sqrt(size) if self.scale is None else self.scale
 
     def first_key(self, first_query: int) -> int:
-        """The first key that queries from that one on see."""
+        """The first key that is seen by `first_query` or any query after it."""
         return 0 if self.window is None else max(0, first_query - self.window + 1)
 
 
 class Drops(NamedTuple):
-    """What a mask of dropout follows from, on every layout: see `random.dropout_heads`."""
+    """What a dropout mask is computed from, on every layout: see `random.dropout_heads`."""
 
     key: jax.Array  # uint32 [2]
     samples_B: Any  # int32 [B]
@@ -78,10 +78,10 @@ def attention(
 ):  # fmt: skip
     """softmax(scores) v -> [B, S, h, V].
 
-    The mask hides positions of another of `segments_BS`, and what `rules` hide. "cudnn": the fused
-    kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs (`kernels.cudnn_takes`).
-    "blocked": `blocked_attention`, everywhere, alone with dropout. "described":
-    the fused one to be traced, not run, anywhere.
+    The mask hides positions of other segments (`segments_BS`), and those that `rules` hide.
+    "cudnn": the fused kernel behind `jax.nn.dot_product_attention`, for NVIDIA GPUs
+    (`kernels.cudnn_takes`). "blocked": `blocked_attention`, which runs everywhere and is the only
+    one with dropout. "described": the fused one in a form to be traced, not run, anywhere.
     """
     if kernel == "blocked":
         return blocked_attention(projected, segments_BS, drops, rules)
@@ -101,11 +101,11 @@ def attention(
 
 @custom_vjp(3)
 def blocked_attention(projected: Projected, segments_BS, drops: Drops | None, rules: Scores):
-    """Attention in blocks of queries, each with the keys only that one of its queries sees: where
+    """Attention in blocks of queries, each with only the keys that some query of the block sees: if
     causal, (n+1)/2n of the square for n blocks.
 
-    Like FlashAttention (Dao et al. 2022) it keeps q, k, v, its output and a number a row, and
-    computes the probabilities again in the backward pass.
+    Like FlashAttention (Dao et al. 2022) it keeps q, k, v, its output and one number per row, and
+    recomputes the probabilities in the backward pass.
     """
     return _blocked_forward(projected, segments_BS, drops, rules)[0]
 
@@ -119,7 +119,7 @@ class Mask(NamedTuple):
     rules: Scores
     first: int  # the position of the first query
     first_key: int  # and of the first key
-    # segments of queries and keys, [B, b] and [B, T]; None: all of a row's positions are of one
+    # segments of queries and keys, [B, b] and [B, T]; None: each row is one segment
     segments: tuple[jax.Array, jax.Array] | None = None
     drops: Drops | None = None
 
@@ -128,7 +128,7 @@ class Mask(NamedTuple):
         return scores_BgRbT if seen is None else jnp.where(seen, scores_BgRbT, -jnp.inf)
 
     def seen(self, shape: tuple[int, ...]):
-        """bool, to be broadcast to scores of that shape, or None: all are."""
+        """bool, to be broadcast to scores of that shape; None if all keys are seen."""
         seen = None
         if self.rules.causal:
             query = self.first + lax.broadcasted_iota(jnp.int32, shape, 3)
@@ -164,7 +164,7 @@ def scores_of(q_BgRbK, k_BgTK, rules: Scores):
 
 def attend(q_BgRbK, k_BgTK, v_BgTK, mask: Mask):
     """(o_BgRbK, log of the sum of exponentials [B, g, R, b]) of a block of queries, float32; 0 and
-    some -1e30 for one that sees none of these keys."""
+    about -1e30 for a query that sees none of these keys."""
     scores_BgRbT = mask(scores_of(q_BgRbK, k_BgTK, mask.rules))
     largest = jnp.maximum(scores_BgRbT.max(axis=-1, keepdims=True), -1e30)
     p_BgRbT = jnp.exp(scores_BgRbT - largest)
@@ -179,7 +179,7 @@ def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_B
     dtype, rules = q_BgRbK.dtype, mask.rules
     raw_BgRbT = scores_of(q_BgRbK, k_BgTK, rules)
     scores_BgRbT = mask(raw_BgRbT) - logsumexp_BgRb[..., None]
-    # They are below 0, but in an idle B of slices, which reads two microbatches: no infinity there.
+    # Below 0, except in an idle B of slices, which reads two microbatches: no infinity there.
     p_BgRbT = jnp.exp(jnp.minimum(scores_BgRbT, 0))
     dp_BgRbT = mask.dropped(product("BgRbK,BgTK->BgRbT", do_BgRbK, v_BgTK))
     ds_BgRbT = p_BgRbT * (dp_BgRbT - along_BgRb[..., None]) * rules.scaled_by(q_BgRbK.shape[-1])
@@ -188,7 +188,7 @@ def attend_backward(q_BgRbK, k_BgTK, v_BgTK, mask: Mask, logsumexp_BgRb, along_B
     ds_BgRbT = ds_BgRbT.astype(dtype)
     dq_BgRbK = product("BgRbT,BgTK->BgRbK", ds_BgRbT, k_BgTK)
     # Keys last, and a barrier to keep them there: matmuls on CPUs transpose their first operand,
-    # which is to be a small one, and not the probabilities.
+    # which should be a small one, not the probabilities.
     dk_BgKT = product("BgRbK,BgRbT->BgKT", q_BgRbK, ds_BgRbT)
     dv_BgKT = product("BgRbK,BgRbT->BgKT", do_BgRbK, mask.dropped(p_BgRbT).astype(dtype))
     return dq_BgRbK, *lax.optimization_barrier((dk_BgKT, dv_BgKT))
@@ -262,17 +262,17 @@ blocked_attention.defvjp(_blocked_forward, _blocked_backward)
 
 @custom_vjp(3, 4)
 def sliced_attention(projected: Projected, cache_BSngK, part, slices: int, rules: Scores):
-    """Causal attention of one slice of a sequence, the keys and values of earlier ones in a cache.
+    """Causal attention of one slice of a sequence, given the keys and values of earlier slices.
 
-    projected: of the b = S / slices positions from part * b on; cache (n = 2 for k, v): what stands
-    in it from there on counts for nothing; part: int32 []. Attention of slice j takes the blocks of
-    keys that it sees, no more. Keeps what `blocked_attention` keeps, of this slice alone.
+    projected: of the b = S / slices positions from part * b on. cache (n = 2 for k, v): holds the
+    earlier ones; entries from part * b on are ignored. part: int32 []. Slice j computes only with
+    the blocks of keys that it sees. Keeps what `blocked_attention` keeps, for this slice only.
     """
     return _slice_forward(projected, cache_BSngK, part, slices, rules)[0]
 
 
 def _slice_keys(projected, cache_BSngK, part: int, rules: Scores):
-    """q, k, v with the keys up to the end of this slice that it sees."""
+    """(q, k, v, mask), with the keys that this slice sees, up to its own end."""
     q_BgRbK, k_BgbK, v_BgbK = heads_first(projected)
     start = part * k_BgbK.shape[2]
     first_key = rules.first_key(start)

@@ -1,7 +1,7 @@
-"""The sublayer of self-attention: projections, heads split over `tensor`, and the output layer.
+"""The self-attention sublayer: projections, heads split over `tensor`, and the output layer.
 
-Where `tensor` has more devices than there are heads of keys and values, each device has the whole
-of their weight and uses the head that its queries go with.
+If `tensor` has more devices than there are heads of keys and values, each device has the whole
+weight of these heads and uses the head that its queries belong to.
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden · H heads of queries
 (h: shard) · G heads of keys and values (g: shard) · K head size · n: q, k, v, or the latter two
@@ -52,10 +52,10 @@ class Attention:
     groups: int | None = None  # G; None: q, k and v are one projection, of H heads each
     bias: bool = False  # of q, k and v
     output_bias: bool = False
-    norm: Norm | None = None  # RMS, of each head's queries and keys, before they are turned
+    norm: Norm | None = None  # RMS, of each head's queries and keys, before they are rotated
     rotary: Rotary | None = None
     scores: Scores = Scores()
-    sinks: bool = False  # a number for each head in the sum of its softmax: `mtx.layers.sinks`
+    sinks: bool = False  # one number per head in the sum of its softmax: `mtx.layers.sinks`
     dropout: float = 0.0  # on the probabilities
     looks_around = True
     over_context = True
@@ -64,7 +64,7 @@ class Attention:
 
     @property
     def in_parts(self) -> bool:
-        """Whether its output is made of parts, as over `context`, on one device as well."""
+        """Whether its output is merged from parts, as it is over `context`, even on one device."""
         return self.sinks
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
@@ -75,7 +75,7 @@ class Attention:
         return jnp.zeros((rows, sequence, 2, self._local_groups(build), self.size), build.dtype)
 
     def empty_past(self, build: Build, rows: int, length: int):
-        """[n, B, g, S, K], n = 2: keys and values; S: of this device."""
+        """[n, B, g, S, K], n = 2: keys and values; S: the positions of this device."""
         return jnp.zeros((2, rows, self._local_groups(build), length, self.size), build.dtype)
 
     def _local_groups(self, build: Build) -> int:
@@ -83,7 +83,7 @@ class Attention:
 
 
 class GroupedProjection(nnx.Module):
-    """Queries q [D, H, K], and keys and values kv [D, 2, G, K]; biases without D."""
+    """Weights q [D, H, K] of queries and kv [D, 2, G, K] of keys and values; biases have no D."""
 
     def __init__(self, config: Attention, groups: int, build: Build, rngs: nnx.Rngs):
         def weight(*shape):
@@ -150,7 +150,7 @@ class GroupedProjection(nnx.Module):
 
 
 class AttentionModule(nnx.Module):
-    """qkv, out and, where there are, q_norm and k_norm of heads, and sinks [H]."""
+    """qkv and out; if configured, q_norm and k_norm of heads, and sinks [H]."""
 
     def __init__(self, config: Attention, build: Build, rngs: nnx.Rngs):
         self.config, self.build = config, build
@@ -194,7 +194,7 @@ class AttentionModule(nnx.Module):
 
     @property
     def _kernel(self) -> AttentionKernel:
-        """cuDNN's has no soft caps."""
+        """The build's kernel; "blocked" with a soft cap, which cuDNN's does not support."""
         return self.build.kernel if self.config.scores.softcap is None else "blocked"
 
     def _normed(self, norm: RMSNorm, a_BShK):
@@ -210,7 +210,7 @@ class AttentionModule(nnx.Module):
         return self.out(self._attend(projected, segments_BS, self._drops(context, projected)))
 
     def _rng(self, context: Context | None):
-        """Of dropout; None: there is none."""
+        """The random key for dropout; None if there is no dropout."""
         return context.rng if context is not None and self.config.dropout else None
 
     def _drops(self, context: Context | None, projected: Projected) -> Drops | None:
@@ -223,8 +223,8 @@ class AttentionModule(nnx.Module):
 
     @property
     def _adds_bias(self) -> bool:
-        """Whether fused attention adds the bias of q, k and v itself. (As it is described, a matmul
-        adds it.)"""
+        """Whether fused attention adds the bias of q, k and v itself. (With the "described" kernel
+        a matmul adds it.)"""
         qkv = getattr(self, "qkv", None)
         if not isinstance(qkv, ColumnLinear) or not qkv.bias or self.config.sinks:
             return False
@@ -244,10 +244,10 @@ class AttentionModule(nnx.Module):
             kernel="blocked" if drops else self._kernel, axes=self.build.axes,
         )  # fmt: skip
 
-    # -- slices of sequences, and texts that go on -------------------------------------------------
+    # -- slices of sequences, and generated text ---------------------------------------------------
 
     def of_slice(self, x_BsD, context: Context, cache_BSngK):
-        """(output, this slice's keys and values), n = 2, with those of earlier slices in a cache"""
+        """(output, this slice's keys and values), n = 2; the cache has those of earlier slices."""
         projected = self.project(x_BsD, context)
         own_BbngK = keys_and_values(projected)
         slices = cache_BSngK.shape[1] // own_BbngK.shape[1]
@@ -255,7 +255,7 @@ class AttentionModule(nnx.Module):
         return self.out(o_BbhK), own_BbngK
 
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
-        """The output, with the keys and values that `keep` holds of earlier positions."""
+        """The output; `keep` holds the keys and values of earlier positions."""
         projected, rules = self.project(x_BtD, context), self.config.scores
         axes = self.build.axes
         held_nBgSK = keep(kept_of(projected, axes))

@@ -1,5 +1,5 @@
-"""BERT's heads: of masked tokens and of the order of two texts (Devlin et al. 2019), and the one on
-whole rows that fine-tuning trains.
+"""BERT's heads: for masked tokens and for the order of two texts (Devlin et al. 2019), and the one
+on whole rows that fine-tuning trains.
 
 Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard) · C outputs
 """
@@ -30,11 +30,11 @@ from mtx.sharding.vocab import VOCAB, vocab_logits, vocab_losses, vocab_scores
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """The config of both heads of BERT.
+    """The config of both heads that BERT is pretrained with.
 
-    Of a batch: types int32 [B, S]; segments int32 [B, S], 1 for text and 0 for padding; order int32
-    [B], the binary head's label, below 0 where there is none. The loss of a step is the mean over
-    the masked tokens and the mean over the rows with an order, added.
+    In a batch: types int32 [B, S]; segments int32 [B, S], 1 for text and 0 for padding; order int32
+    [B], the binary head's label, below 0 if there is none. A step's loss is the mean over the
+    masked tokens plus the mean over the rows that have an order.
     """
 
     vocab: int
@@ -54,8 +54,9 @@ class Pretraining:
         return fields | {"types": text, "segments": text, "order": order}
 
     def weigh(self, batch: Any, total: Callable) -> Any:
-        """Each row with an order counts as much as a masked token times their ratio: divided by
-        the number of masked tokens, the sum of both losses is the sum of their means."""
+        """The batch with order_weights: the number of masked tokens over the number of rows with an
+        order, for each such row. The sum of both losses, divided by the number of masked tokens, is
+        then the sum of their means."""
         if "order" not in batch:
             return batch
         counts = batch["order"] >= 0
@@ -65,7 +66,7 @@ class Pretraining:
 
 
 class Dense(nnx.Module):
-    """x W + b, the same on every device: small beside the layers."""
+    """x W + b, the same on every device: small compared with the layers."""
 
     def __init__(
         self, inputs: int, outputs: int, *, std: float, rngs: nnx.Rngs, dims=("inputs", "hidden")
@@ -80,7 +81,7 @@ class Dense(nnx.Module):
 
 
 class MaskedHead(Dense):
-    """D -> D, GELU and a norm before the table of tokens; a bias for each token after it."""
+    """D -> D, GELU and a norm before the token table, and a bias for each token after it."""
 
     def __init__(self, config: Pretraining, build: Build, rows: int, rngs: nnx.Rngs):
         super().__init__(build.hidden, build.hidden, std=build.init_std, rngs=rngs)
@@ -94,7 +95,7 @@ class MaskedHead(Dense):
 
 
 class Pooler(nnx.Module):
-    """What heads on whole rows have in common: the last norm, and a layer on the first position."""
+    """Base of heads on whole rows: the last norm, and a layer on the first position."""
 
     def __init__(self, config: Pretraining | Classes, build: Build, rngs: nnx.Rngs):
         if config.final_norm:
@@ -109,13 +110,13 @@ class Pooler(nnx.Module):
 
     def pooled(self, x_BsD):
         """tanh(x W + b) [B, D] of the first position. With sequence parallelism only the first
-        device of `tensor` has it, and only the first of `context`; the others have what counts for
-        nothing."""
+        device of `tensor` has it, and only the first of `context`; on the others the values are to
+        be ignored."""
         return jnp.tanh(self.pooler(self.final(x_BsD)[:, :1]))[:, 0]
 
     def of_first_position(self, value):
-        """`value` of the device that holds the first position, on every device of `tensor`; along
-        `context` 0 on the others."""
+        """The `value` of the device that holds the first position, on every device of `tensor`; 0
+        on the other devices of `context`."""
         if self.axes.context is not None:
             value = jnp.where(lax.axis_index(self.axes.context) == 0, value, 0)
         if not self.axes.sequence_parallel:
@@ -137,7 +138,7 @@ class PretrainingHead(Pooler):
         self.vocab = config.vocab
 
     def next_logits(self, tokens_vD, x_BsD, positions_B):
-        """logits_Bv in float32 of the masked-token head at one position a row."""
+        """logits_Bv in float32 of the masked-token head at one position per row."""
         x_B1D = self.masked(row_at(self.final(x_BsD), positions_B, self.axes))
         return vocab_logits(x_B1D, tokens_vD, self.vocab, self.axes, self.masked.bias[...])[:, 0]
 
@@ -167,13 +168,13 @@ class Classes:
     """The config of a head on whole rows: the pooled first position, dropout, and a linear layer
     (Devlin et al. 2019, section 4.1).
 
-    With `options` = 1 a row is an example, and the head has an output for each class. With more, so
-    many rows after one another are an example, its options, and the head has one output.
+    With `options` = 1 each row is an example, and the head has one output per class. With more,
+    that many consecutive rows are the options of one example, and the head has one output.
 
-    Of a batch, beside BERT's tokens, types and segments: labels int32 [B], the class, or 1 for the
+    In a batch, besides BERT's tokens, types and segments: labels int32 [B], the class, or 1 for the
     right option and 0 for the others; weights float32 [B, S], 1 at the first position of the first
-    row of each example that counts; rng int32 [B], random numbers from which the head's dropout
-    follows, absent where there is none.
+    row of each example that counts; rng int32 [B], random numbers that the head's dropout is
+    computed from, absent if there is no dropout.
     """
 
     outputs: int  # C
@@ -184,7 +185,7 @@ class Classes:
 
     @classmethod
     def instead_of(cls, head: Pretraining, *, outputs: int, options: int, dropout: float):
-        """In place of the heads that a BERT was trained with."""
+        """The config that replaces that of the heads a BERT was pretrained with."""
         return cls(
             outputs=outputs, options=options, norm=head.norm, final_norm=head.final_norm,
             dropout=dropout,
@@ -194,7 +195,7 @@ class Classes:
         return ClassifierHead(self, build, rngs)
 
     def positions(self, rows: int, positions: int, vocab: int) -> int:
-        """All: it has no logits of tokens."""
+        """All of them, since this head has no logits of tokens."""
         return positions
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
@@ -218,8 +219,8 @@ class ClassifierHead(Pooler):
         self.config = config
 
     def log_probabilities(self, x_BsD, rng_B=None):
-        """float32 [B, C]: of each class, or of each option among those of its example. See
-        `pooled` for which devices have it."""
+        """float32 [B, C]: the log-probability of each class, or of each option among those of its
+        example. See `pooled` for which devices have it."""
         h_B1D, options = self.pooled(x_BsD)[:, None], self.config.options
         if rng_B is not None and self.config.dropout:
             h_B1D = dropout_rows(h_B1D, self.config.dropout, key_data(0), rng_B, jnp.arange(1))
@@ -229,7 +230,7 @@ class ClassifierHead(Pooler):
         return jax.nn.log_softmax(logits_BC.reshape(-1, options)).reshape(logits_BC.shape)
 
     def scores(self, tokens_vD, x_BsD, batch):
-        """(-ln of each probability, 1 for the largest of an example and 0 for the others), float32
+        """(-ln of each probability, 1 for an example's largest and 0 for its others), float32
         [B, C]."""
         log_p_BC = self.of_first_position(self.log_probabilities(x_BsD))
         examples = log_p_BC.reshape(-1, self.config.options * log_p_BC.shape[-1])

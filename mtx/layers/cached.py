@@ -1,4 +1,4 @@
-"""Attention of the next positions of texts to the keys and values that are kept of earlier ones.
+"""Attention of the next positions of texts to the keys and values kept of earlier positions.
 
 Legend: B rows · t the next positions · S kept ones · h heads of queries · g of keys and values ·
 R = h / g · K head size
@@ -16,9 +16,10 @@ from mtx.sharding.sequence import kept_of_parts, kept_places
 
 
 def kept_of(projected: Projected, axes: Axes):
-    """own_nBgtK: keys and values as they are kept, heads before positions: both products then read
-    them as they lie. (With positions first, XLA transposes all of them for every token: five times
-    the time on a CPU.) Where they are kept by positions over several devices, those of this one."""
+    """own_nBgtK: keys and values in the layout in which they are kept, heads before positions, so
+    that both products read them without a transpose. (With positions first, XLA transposes all of
+    them for every token: five times the time on a CPU.) If positions are kept by several devices,
+    those of this device."""
     own_nBgtK = jnp.transpose(keys_and_values(projected), (2, 0, 3, 1, 4))
     return kept_of_parts(own_nBgtK, 3, axes)
 
@@ -28,9 +29,9 @@ def cached_attention(
 ):  # fmt: skip
     """softmax(scores) v -> o_BthK, softmax in float32. sinks: see `mtx.layers.sinks`.
 
-    A query at a position (int32) sees the keys and values held from 0 up to there, or those in its
-    window; what stands behind them counts for nothing. They may be held by positions over several
-    devices (`mtx.sharding.sequence.kept_places`), which all have the queries.
+    A query sees the keys and values held from position 0 up to its own (int32), or those in its
+    window; later entries are ignored. Keys and values may be sharded by position over several
+    devices (`mtx.sharding.sequence.kept_places`), all of which have the queries.
     """
     rows, new, heads, size = q_BthK.shape
     k_BgSK, v_BgSK = held_nBgSK

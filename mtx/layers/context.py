@@ -1,5 +1,5 @@
-"""What a call of a layer depends on beside its input: which layer, which samples, which part of the
-sequence.
+"""What a call of a layer depends on besides its input: which layer, which samples, which part of
+the sequence.
 
 Legend: B rows · S sequence (s: shard) · D hidden
 """
@@ -18,21 +18,21 @@ from mtx.sharding.sequence import places
 
 
 class Context(NamedTuple):
-    """Random numbers, masks and positions follow from this and nothing else."""
+    """Everything that random numbers, masks and positions are computed from."""
 
     layer: jax.Array  # int32 []
     samples_B: jax.Array | None  # int32 [B]: rows of the global batch
     rng: jax.Array | None  # uint32 [2]: the step's key; None: no dropout
-    part: jax.Array  # int32 []: which slice of the sequence; 0 where it is whole
-    segments_BS: jax.Array | None  # int32: attention stays among equal ones; None: one a row
+    part: jax.Array  # int32 []: which slice of the sequence; 0 if it is whole
+    segments_BS: jax.Array | None  # int32: attention stays within equal ones; None: one per row
     positions_BS: jax.Array | None  # int32 [B, S] or [S]; None: 0 to S - 1
-    busy: jax.Array | None = None  # bool []: whether the stage is not idle; None: it is not
+    busy: jax.Array | None = None  # bool []: False if the stage is idle; None: it is not idle
     last_B: jax.Array | None = None  # int32: the place of a text's last token; padding follows
-    patches_BS: jax.Array | None = None  # int32: of images, which patch stands there; -1: a token
+    patches_BS: jax.Array | None = None  # int32: the image patch at each position; -1: a token
 
 
 def first_position(x_BsD, axes: Axes, context: Context | None):
-    """The global position of this shard's first row, of a sequence that is not cut."""
+    """The global position of this shard's first row, if `context` does not cut the sequence."""
     part = 0 if context is None else context.part
     if not axes.sequence_parallel:
         return part * x_BsD.shape[1]
@@ -50,8 +50,8 @@ def places_of(x_BsD, axes: Axes, context: Context | None):
 
 
 def positions_of(context: Context | None, size: int):
-    """int32 [size] or [B, size]: positions of the whole sequence, or of a slice of that size, or of
-    this device's part."""
+    """int32 [size] or [B, size]: the positions of the whole sequence, of a slice of that size, or
+    of this device's part."""
     if context is None:
         return jnp.arange(size)
     if context.positions_BS is not None:
@@ -60,8 +60,8 @@ def positions_of(context: Context | None, size: int):
 
 
 def dropout(x_BsD, rate: float, axes: Axes, context: Context | None, *site: int | jax.Array):
-    """x with dropout, where the context has random numbers; `site`: what its mask follows from
-    beside sample and position."""
+    """x with dropout, if the context has random numbers. site: what the mask depends on besides
+    sample and position."""
     if context is None or context.rng is None or not rate:
         return x_BsD
     places_s, key = places_of(x_BsD, axes, context), fold(context.rng, *site)

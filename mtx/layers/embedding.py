@@ -22,7 +22,7 @@ from mtx.sharding.parameter import parameter
 from mtx.sharding.random import Keys, normal, normal_rows
 from mtx.sharding.vocab import VOCAB, embed_tokens
 
-_SITE = 2**31 - 1  # of dropout's keys: its number among the layers, beyond any
+_SITE = 2**31 - 1  # for dropout's keys, as its layer number: higher than any layer's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Embedding:
     """The config of an embedding."""
 
     vocab: int  # V, before padding
-    positions: int | None = None  # learned, of so many positions
-    types: int = 0  # of tokens: batch["types"] int32 [B, S]
+    positions: int | None = None  # number of learned positions
+    types: int = 0  # number of token types: batch["types"] int32 [B, S]
     norm: Norm | None = None
-    scale: float | None = None  # of the tokens' rows
+    scale: float | None = None  # multiplies the tokens' rows
     dropout: float = 0.0
 
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -42,7 +42,7 @@ class Embedding:
 
 
 def token_table(vocab: int, rows: int, build: Build, keys: Keys):
-    """[V, D], each row from a key of its own: its values do not depend on the padding."""
+    """[V, D], each row from its own key, so that its values do not depend on the padding."""
     ids = jnp.arange(rows)
     return build.init_std * normal_rows(keys, ids, build.hidden) * (ids < vocab)[:, None]
 
@@ -82,7 +82,7 @@ class EmbeddingModule(nnx.Module):
         return dropout(x_BsD, config.dropout, self.axes, context, _SITE)
 
     def _add_positions(self, x_BsD, positions_BS, context):
-        """x with the rows of the table of positions: those of the batch, or one after the other."""
+        """x plus rows of the position table: at the batch's positions, or in sequence order."""
         table_SD = self.positions[...]
         if positions_BS is None and self.axes.context is not None:
             return x_BsD + table_SD[places_of(x_BsD, self.axes, context)]
@@ -93,5 +93,5 @@ class EmbeddingModule(nnx.Module):
 
 
 def _local_part(a_BS, axes: Axes):
-    """This device's part of what stands at each position; with sequence parallelism a_Bs."""
+    """This device's part of an array over positions; with sequence parallelism a_Bs."""
     return shard_of_sequence(a_BS, axes.tensor if axes.sequence_parallel else None)

@@ -1,11 +1,11 @@
 """An encoder and a decoder in one pattern of layers, as in T5 (Raffel et al. 2020).
 
-Encoder layers move one leaf of the stream, decoder layers the other, and read the first: its last
-layer norms it. What is the same for all layers, the bias of each head for each bucket of distances,
-goes along as a leaf too: so its gradient is summed from layer to layer and from stage to stage.
+Encoder layers update one leaf of the stream. Decoder layers update another and read the encoder's,
+which the last encoder layer norms. The bias of each head for each bucket of distances, the same for
+all layers, is a leaf too, so that its gradient is summed from layer to layer and stage to stage.
 
-Of a batch: inputs int32 [B, E], segments int32 [B, E], 1 for text and 0 for padding; tokens, which
-begin with what every text of the decoder begins with, targets and weights [B, S].
+In a batch: inputs int32 [B, E], segments int32 [B, E], 1 for text and 0 for padding; tokens, which
+begin with the token that every text of the decoder begins with, targets and weights [B, S].
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · E the encoder's (e: shard) ·
 D hidden · H heads (h: shard) · K head size · N buckets · n: q, k, v, or the latter two
@@ -39,7 +39,7 @@ from mtx.sharding.random import fold, normal
 from mtx.sharding.sequence import State
 
 ENCODER, BIAS = "encoder", "relative"  # leaves of the stream: x_BeD, and [1, 1, 2, N, h] float32
-_SITE = 2**31 - 2  # of dropout's keys, as the embedding's own of the decoder's tokens
+_SITE = 2**31 - 2  # for dropout's keys, like the embedding's _SITE for the decoder's tokens
 Tree = Any
 
 
@@ -48,7 +48,8 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeAttention:
-    """The config of attention with a bias, or of a decoder to its encoder, which has none."""
+    """The config of self-attention with a bias, or of a decoder's attention to the encoder, which
+    has no bias."""
 
     heads: int  # H
     size: int  # K
@@ -67,7 +68,7 @@ class RelativeAttention:
 
 
 class RelativeAttentionModule(nnx.Module):
-    """qkv and out; where it crosses q, kv and out. Without biases."""
+    """qkv and out; if it crosses, q, kv and out. The projections have no biases."""
 
     def __init__(self, config: RelativeAttention, build: Build, rngs: nnx.Rngs):
         self.config, self.build = config, build
@@ -90,12 +91,12 @@ class RelativeAttentionModule(nnx.Module):
         )  # fmt: skip
 
     def of_itself(self, x_BsD, bias_Nh, context: Context | None, seen_BS=None):
-        """What is added, of a sequence that sees itself."""
+        """What is added to the stream, for a sequence that sees itself."""
         q_BShK, keys, values = _parts(self.qkv(x_BsD))
         return self._attended(q_BShK, keys, values, bias_Nh, seen_BS, context)
 
     def of_encoder(self, x_BsD, encoder_BeD, context: Context | None, seen_BE):
-        """What is added, of a sequence that sees the encoder's."""
+        """What is added to the stream, for a sequence that sees the encoder's."""
         keys, values = _parts(self.kv(encoder_BeD))
         return self._attended(self.q(x_BsD), keys, values, None, seen_BE, context)
 
@@ -111,10 +112,10 @@ class RelativeAttentionModule(nnx.Module):
         )  # fmt: skip
         return self.out(o_BShK)
 
-    # -- texts that go on -------------------------------------------------------------------------
+    # -- generated text ---------------------------------------------------------------------------
 
     def text_of_itself(self, x_BtD, bias_Nh, context: Context | None, keep: Keep):
-        """What is added, with the keys and values that `keep` holds of earlier positions."""
+        """As `of_itself`, with the keys and values that `keep` holds of earlier positions."""
         qkv_BtnhK = self.qkv(x_BtD)
         held_nBhSK = keep(jnp.transpose(qkv_BtnhK[:, :, 1:], (2, 0, 3, 1, 4)))
         if held_nBhSK is None:
@@ -126,7 +127,7 @@ class RelativeAttentionModule(nnx.Module):
         return self.out(attention_of_text(qkv_BtnhK[:, :, 0], held_nBhSK, bias_BhtS, seen_B1tS))
 
     def text_of_encoder(self, x_BtD, encoder_BeD, context: Context | None, keep: Keep, seen_BE):
-        """What is added, of an encoder whose keys and values the first pass keeps."""
+        """As `of_encoder`; the first pass keeps the encoder's keys and values for later ones."""
         if encoder_BeD is None:
             held: Any = keep(None)
             seen_B11E = held.arrays["seen"][0][:, :1, None]
@@ -142,7 +143,7 @@ class RelativeAttentionModule(nnx.Module):
 
 
 def _parts(a_BSnhK):
-    """n of [B, S, h, K]"""
+    """n arrays [B, S, h, K]"""
     return tuple(a_BSnhK[:, :, n] for n in range(a_BSnhK.shape[2]))
 
 
@@ -151,9 +152,9 @@ def _parts(a_BSnhK):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderKind(Kind):
-    """A layer of the encoder: "attention" and further sublayers that look nowhere else."""
+    """A layer of the encoder: "attention", and other sublayers that look at no other position."""
 
-    last: bool = False  # behind it the encoder's last norm
+    last: bool = False  # the encoder's last norm follows
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return EncoderLayer(self, build, rngs)
@@ -163,7 +164,7 @@ class EncoderKind(Kind):
 
 
 class EncoderLayer(Layer):
-    """As a layer, and end_norm of the last."""
+    """A `Layer` of the encoder, with end_norm if it is the last one."""
 
     def __init__(self, kind: EncoderKind, build: Build, rngs: nnx.Rngs):
         super().__init__(kind, build, rngs)
@@ -183,15 +184,15 @@ class EncoderLayer(Layer):
         return stream | {ENCODER: self.end_norm(x_BeD) if self.is_last else x_BeD}
 
     def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
-        """The first pass has the encoder's text, later ones do without."""
+        """The first pass has the encoder's text; later ones do not, and change nothing."""
         return self(stream, context) if ENCODER in stream else stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderKind(Kind):
-    """A layer of the decoder: "attention", "cross" and further sublayers."""
+    """A layer of the decoder: "attention", "cross" and other sublayers."""
 
-    cross_size: int  # E, what the encoder's positions are kept for
+    cross_size: int  # E, how many of the encoder's positions are kept
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return DecoderLayer(self, build, rngs)
@@ -205,7 +206,7 @@ class DecoderKind(Kind):
 
 
 class DecoderLayer(Layer):
-    """As a layer."""
+    """A `Layer` of the decoder."""
 
     def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
         def run(name, module, h_BsD):
@@ -245,7 +246,7 @@ def _seen(context: Context | None):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderEmbedding(Embedding):
-    """The config of an embedding that both share, with the biases."""
+    """The config of an embedding that encoder and decoder share, with the biases."""
 
     buckets: int  # N
     heads: int  # H
@@ -255,7 +256,7 @@ class EncoderDecoderEmbedding(Embedding):
 
 
 class EncoderDecoderEmbeddingModule(EmbeddingModule):
-    """tokens [V, D], of a standard deviation of 1; encoder_bias and decoder_bias [N, H]"""
+    """tokens [V, D], with a standard deviation of 1; encoder_bias and decoder_bias [N, H]"""
 
     def __init__(self, config: EncoderDecoderEmbedding, build: Build, rows: int, rngs: nnx.Rngs):
         super().__init__(config, replace(build, init_std=1.0), rows, rngs)
@@ -268,8 +269,8 @@ class EncoderDecoderEmbeddingModule(EmbeddingModule):
         self.encoder_bias, self.decoder_bias = bias(), bias()
 
     def leaves(self, batch, context: Context | None = None) -> Stream:
-        """What the stream has beside the decoder's x. The bias is in float32, as gradients of it
-        are summed; its dim of size 1 is what other leaves have positions in."""
+        """The stream's leaves besides the decoder's x. The bias is float32, because its gradients
+        are summed; its second dim, of size 1, is the one that has positions in other leaves."""
         tables = self.encoder_bias[...], self.decoder_bias[...]
         leaves = {BIAS: jnp.stack(tables).astype(jnp.float32)[None, None]}
         if "inputs" in batch:
@@ -284,7 +285,7 @@ class DecoderHead(NextToken):
     """The config of the decoder's head."""
 
     encoder_sequence: int  # E
-    scale: float | None = None  # of what the table is multiplied by
+    scale: float | None = None  # multiplies the table's input
 
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
         return DecoderHeadModule(self, build, rows, rngs)
@@ -295,7 +296,7 @@ class DecoderHead(NextToken):
 
 
 class DecoderHeadModule(NextTokenHead):
-    """norm, and output [V, D] where it is not tied"""
+    """norm, and output [V, D] if it is not tied"""
 
     def __init__(self, config: DecoderHead, build: Build, rows: int, rngs: nnx.Rngs):
         super().__init__(config, build, rows, rngs)

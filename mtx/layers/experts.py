@@ -1,5 +1,5 @@
-"""The sublayer of a mixture of experts: a router, E MLPs of which each token goes through k, and an
-MLP that all tokens go through, where there is one (DeepSeekMoE's shared experts).
+"""The mixture-of-experts sublayer: a router, E MLPs of which each token goes through k, and
+optionally an MLP that all tokens go through (DeepSeekMoE's shared experts).
 
 Legend: B rows · S sequence (s: shard) · D hidden · F an expert's feed-forward (f: shard) ·
 E experts (e: of a device) · m tokens at an expert · k choices of a token · n = 2 for gate, up
@@ -53,7 +53,7 @@ class Experts:
 
 @custom_vjp()
 def products(x_emd, w_ed):
-    """x_emd times each expert's own w [e, d, outputs...], whose gradient is float32."""
+    """x_emd times each expert's own w [e, d, outputs...]; the gradient of w is float32."""
     outputs, flat = w_ed.ndim - 2, w_ed.reshape(*w_ed.shape[:2], -1)
     with jax.named_scope(PRODUCTS):
         y = lax.dot_general(x_emd, flat, (((2,), (1,)), ((0,), (0,))))
@@ -75,7 +75,7 @@ products.defvjp(lambda x_emd, w_ed: (products(x_emd, w_ed), (x_emd, w_ed)), _pro
 
 @dataclass(frozen=True)
 class Compute:
-    """What a device's experts make of the tokens at them, times their gates: y_emD."""
+    """y_emD: the outputs of a device's experts for the tokens at them, times the gates."""
 
     activation: Activation
     gated: bool
@@ -86,7 +86,7 @@ class Compute:
             h += weights["up_bias"][:, None]
         h = checkpoint_name(h, MATMUL_OUTPUT)
         act = gated if self.gated else activate
-        # The gate counts before the matmul: so nothing of what comes out is kept for its gradient.
+        # Gates multiply before the matmul, so that its output is not kept for their gradient.
         a_emf = act(h, self.activation).astype(jnp.float32) * gates_em1
         y_emD = products(a_emf.astype(h.dtype), weights["down"])
         if "down_bias" in weights:
@@ -128,7 +128,7 @@ class ExpertsModule(nnx.Module):
     def __call__(self, x_BsD, context: Context | None = None):
         """(what is added to the stream, x_BsD; auxiliary losses [B, s])"""
         axes = self.axes
-        split = axes.tensor if axes.expert_tensor else None  # each has a part of every expert
+        split = axes.tensor if axes.expert_tensor else None  # each device has part of every expert
         gathered = split if axes.sequence_parallel else None
         ids_Bsk, gates_Bsk, aux_Bs = self.router(x_BsD, context)
         if gathered:
@@ -160,7 +160,7 @@ class ExpertsModule(nnx.Module):
         if self.config.bias:
             axes = self.axes
             down = self.down_bias[...]
-            if axes.expert_tensor and axes.tensor:  # what comes out is summed over `tensor`
+            if axes.expert_tensor and axes.tensor:  # the output is summed over `tensor`
                 down = used_by_heads(down, axes) * (lax.axis_index(axes.tensor) == 0)
             weights |= {"up_bias": self.up_bias[...], "down_bias": down}
         return weights

@@ -1,7 +1,7 @@
-"""cuDNN's fused attention as two opaque equations, for who reads a layer's cost off its trace.
+"""cuDNN's fused attention as two opaque equations, for reading a layer's cost off its trace.
 
-The kernel itself can only be traced where there is such a GPU. What it takes, gives and keeps for
-its backward pass is the same here; it cannot be run.
+The kernel itself can only be traced on a machine with such a GPU. These equations have the same
+inputs, outputs and residuals as the kernel; they cannot be run.
 
 Legend: B rows · S sequence (T: keys) · h heads of queries · g of keys and values · K head size
 """
@@ -21,7 +21,7 @@ for _primitive in (FORWARD, BACKWARD):
 
 @FORWARD.def_abstract_eval
 def _of_forward(q_BShK, _, v_BTgK, *__, causal, window):
-    """Of (q, k, v, mask as a bias): the output, and a number for each query and head."""
+    """(the output, one number per query and head), from (q, k, v, mask as a bias)."""
     rows, sequence, heads, _ = q_BShK.shape
     output = ShapedArray((*q_BShK.shape[:3], v_BTgK.shape[-1]), q_BShK.dtype)
     return output, ShapedArray((rows, heads, sequence), jnp.float32)

@@ -1,6 +1,6 @@
-"""Heads: what makes losses, scores and logits of the last layer's output.
+"""Heads, which compute losses, scores and logits from the last layer's output.
 
-A head is called with the table of tokens, which it uses where it has none of its own.
+A head is called with the token table, which it uses if it has no table of its own.
 
 Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard)
 """
@@ -45,15 +45,15 @@ class NextToken:
         return NextTokenHead(self, build, rows, rngs)
 
     def positions(self, rows: int, positions: int, vocab: int) -> int:
-        """How many are taken at once: see `mtx.layers.kernels.head_positions`."""
+        """How many positions are taken at once: see `mtx.layers.kernels.head_positions`."""
         return head_positions(rows, positions, vocab)
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
-        """The arrays of a training batch of that many rows; others may come beside them."""
+        """The arrays of a training batch of that many rows; a batch may have others as well."""
         return fields_of_targets(rows, sequence)
 
     def weigh(self, batch: Any, total: Callable) -> Any:
-        """The batch, with weights that follow from the global one; `total` sums an array of it."""
+        """The batch with weights that follow from the global one; `total` sums an array over it."""
         return batch
 
 
@@ -64,7 +64,7 @@ def fields_of_targets(rows: int, sequence: int) -> Fields:
 
 
 class NextTokenHead(nnx.Module):
-    """norm, unless the last layer has it, and output [V, D] where it is not tied"""
+    """norm, unless the last layer has it, and output [V, D] if it is not tied"""
 
     def __init__(self, config: NextToken, build: Build, rows: int, rngs: nnx.Rngs):
         self.config, self.axes = config, build.axes
@@ -82,7 +82,8 @@ class NextTokenHead(nnx.Module):
         return tokens_vD if self.config.tied else self.output[...]
 
     def next_logits(self, tokens_vD, x_BsD, positions_B):
-        """logits_Bv in float32 of one position a row, padding -inf; x the same on every stage."""
+        """logits_Bv in float32 of one position per row, -inf for padding; x is the same on every
+        stage."""
         x_B1D = self._normed(row_at(x_BsD, positions_B, self.axes))
         table_vD, config = self._table(tokens_vD), self.config
         return vocab_logits(x_B1D, table_vD, config.vocab, self.axes, None, config.softcap)[:, 0]
@@ -105,7 +106,7 @@ class NextTokenHead(nnx.Module):
 
 
 def row_at(x_BsD, positions_B, axes: Axes):
-    """x_B1D of one position a row, on every device."""
+    """x_B1D of one position per row, on every device."""
     x_BSD = all_gather_sequence(x_BsD, axes.tensor if axes.sequence_parallel else None)
     if axes.context is not None:
         own_BS1 = (places(x_BSD.shape[1], axes) == positions_B[:, None])[..., None]

@@ -10,8 +10,8 @@ from jax import lax
 
 
 def joined(parts: Sequence, axis: int):
-    """`jnp.stack`, as a sum of each part between zeros. What a concatenation is made of XLA:GPU may
-    compute apart, and what is summed of it in a pass of its own."""
+    """`jnp.stack`, as a sum of the parts, each padded with zeros. XLA:GPU may compute the operands
+    of a concatenation separately, and a sum over its result in another pass."""
     count, zero = len(parts), jnp.zeros((), parts[0].dtype)
 
     def between_zeros(place: int, part):

@@ -1,16 +1,17 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all
-heads are made of one short vector a position, its latent, and of a part of the keys that all heads
-share and that alone is turned by positions. What texts keep that go on is those two.
+heads are computed from one short vector per position, its latent, and from a part of the keys that
+all heads share, the only part that is rotated by position. For generated text only these two are
+kept.
 
-Every device of `tensor` has the whole of the projections down, and takes them of the rows that it
-has; heads are split. So with sequence parallelism what is gathered are latents, not the stream.
+Every device of `tensor` has the whole down-projections and applies them to the rows that it has;
+heads are split. So with sequence parallelism the latents are gathered, not the stream.
 
-While texts go on, queries are taken to the latents, instead of all of those to keys: kv_up is
+For generated text, queries are projected to the latents, instead of all latents to keys: kv_up is
 absorbed into queries and output (section 2.1.2).
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden · H heads (h: shard) ·
-L size of a latent · N of the part of a head that is not turned · R of the one that is · K = N + R ·
-V head size of values · n = 1
+L size of a latent · N of the part of a head that is not rotated · R of the part that is ·
+K = N + R · V head size of values · n = 1
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Latent:
 
     heads: int  # H
     latent: int  # L, of keys and values
-    query_latent: int | None  # of queries; None: they are projected at once
+    query_latent: int | None  # of queries; None: they are projected directly
     size: int  # N
     turned: int  # R
     value_size: int  # V
@@ -60,12 +61,13 @@ class Latent:
         return LatentModule(self, build, rngs)
 
     def empty_cache(self, build: Build, rows: int, sequence: int):
-        """[B, S, n, h, .], n = 2: keys and values, the shorter ones with zeros behind them."""
+        """[B, S, n, h, .], n = 2: keys and values, the shorter of the two padded with zeros."""
         heads, size = self.heads // build.axes.tensor_shards, max(self.head_size, self.value_size)
         return jnp.zeros((rows, sequence, 2, heads, size), build.dtype)
 
     def empty_past(self, build: Build, rows: int, length: int):
-        """[n, B, 1, S, L + R], n = 1: latents and turned keys, the same on all of `tensor`."""
+        """[n, B, 1, S, L + R], n = 1: latents and rotated parts of keys, the same on all devices of
+        `tensor`."""
         return jnp.zeros((1, rows, 1, length, self.latent + self.turned), build.dtype)
 
 
@@ -105,14 +107,14 @@ class LatentModule(AttentionModule):
     # -- projections ------------------------------------------------------------------------------
 
     def _queries(self, x_BsD, context: Context | None):
-        """q_BShK, turned"""
+        """q_BShK, rotated"""
         whole = self.config.query_latent is None
         q_BShK = self.q(x_BsD) if whole else self.q_up(self.q_norm(self.q_down(x_BsD)))
         q_BShN, q_BShR = jnp.split(q_BShK, [self.config.size], axis=-1)
         return jnp.concatenate([q_BShN, self._turned(q_BShR, context)], axis=-1)
 
     def _latents(self, x_BsD, context: Context | None):
-        """(normed latents c_BsL, turned parts of keys k_BSR)"""
+        """(normed latents c_BsL, rotated parts of keys k_BSR)"""
         c_BsL, k_BsR = jnp.split(self.kv_down(x_BsD), [self.config.latent], axis=-1)
         axes = self.build.axes
         gather = gather_sequence if axes.sequence_parallel else copy_to
@@ -133,7 +135,7 @@ class LatentModule(AttentionModule):
     def project(self, x_BsD, context: Context | None) -> Projected:
         return self._expanded(self._queries(x_BsD, context), *self._latents(x_BsD, context))
 
-    # -- slices of sequences, and texts that go on -------------------------------------------------
+    # -- slices of sequences, and generated text ---------------------------------------------------
 
     def of_slice(self, x_BsD, context: Context, cache_BSnhK):
         q_BbhK, k_BbhK, v_BbhV = self.project(x_BsD, context)
@@ -159,7 +161,7 @@ class LatentModule(AttentionModule):
         key_LhN, value_LhV = jnp.split(self.kv_up.w.get_value(), [config.size], axis=-1)
         q_BthL = jnp.einsum("BthN,LhN->BthL", q_BthN, key_LhN)
         q_BthK = jnp.concatenate([q_BthL, q_BthR], axis=-1)
-        held_B1SK = held[0]  # keys, and values up to L: not cut, which would copy all of them
+        held_B1SK = held[0]  # keys, and values up to L: slicing would copy all of them
         positions_Bt = positions_of(context, q_BthK.shape[1])
         o_BthK = cached_attention(q_BthK, (held_B1SK, held_B1SK), positions_Bt, config.scores, axes)
         o_BthL = o_BthK[..., : config.latent]

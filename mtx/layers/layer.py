@@ -1,5 +1,5 @@
-"""A layer: sublayers in turn, each behind its norm, each added to the residual stream, or all
-beside each other behind one norm. A model is a pattern of kinds of layers (`Stack`).
+"""A layer: sublayers in turn, each after its norm and each added to the residual stream, or all in
+parallel after one norm. A model is a pattern of kinds of layers (`Stack`).
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 """
@@ -29,23 +29,23 @@ from mtx.layers.sublayer import (
 from mtx.sharding.adapter import Adapters
 from mtx.sharding.linear import enter_jointly, leave_jointly
 
-# pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), of norms of its own.
+# pre: x + f(norm(x)). post: norm(x + f(x)). both: x + norm(f(norm(x))), with two separate norms.
 # output: x + norm(f(x))
 NormPlacement = Literal["pre", "post", "both", "output"]
 Tree = Any
-Stream = dict[str, Any]  # {"x": x_BsD}, and what else goes along
+Stream = dict[str, Any]  # {"x": x_BsD}, and any other leaves
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of layer: (name, sublayer) in turn. Names are those of the parameters."""
+    """A kind of layer: (name, sublayer) in order. The parameters have the same names."""
 
     sublayers: tuple[tuple[str, Sublayer], ...]
     norm: Norm
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
     # x + f(norm(x)) + g(norm(x)), one norm for all (Wang and Komatsuzaki 2021; MegaScale, Jiang et
-    # al. 2024): with `tensor` one reduction a layer. Of sublayers that join, without losses
+    # al. 2024): one reduction over `tensor` per layer. All sublayers must join and have no losses
     parallel: bool = False
 
     def __post_init__(self):
@@ -68,19 +68,19 @@ class Kind:
         return Layer(self, build, rngs)
 
     def empty_cache(self, build: Build, rows: int, sequence: int) -> Tree:
-        """What slices of a sequence keep for later ones, zeros [B, S, ...], by sublayer."""
+        """Zeros [B, S, ...] by sublayer, for what slices of a sequence keep for later ones."""
         why = f"slices={build.slices} cut sequences"
         around = self._around("empty_cache", why, "slices=1").items()
         return {name: each.empty_cache(build, rows, sequence) for name, each in around}
 
     def empty_past(self, build: Build, rows: int, length: int) -> Tree:
-        """What texts keep that go on, zeros, by sublayer: [n, B, g, S, K], or a `State`."""
+        """Zeros by sublayer, for what generated texts keep: [n, B, g, S, K], or a `State`."""
         around = self._around("empty_past", "texts go on", "a family without it").items()
         return {name: each.empty_past(build, rows, length) for name, each in around}
 
     @property
     def has_aux(self) -> bool:
-        """Whether there are losses beside the head's: the stream's leaf "aux" [B, s] sums them."""
+        """Whether there are losses besides the head's: the stream's leaf "aux" [B, s] sums them."""
         return any(has_aux(each) for _, each in self.sublayers)
 
     def _around(self, rule: str, why: str, remedy: str) -> dict[str, LooksAround]:
@@ -96,8 +96,8 @@ class Stack:
 
     kinds: dict[str, Kind]
     pattern: tuple[str, ...]  # the kind of each layer, in model order
-    embedding: Any  # the config of the module that makes x_BsD of a batch
-    head: Any  # and of the one that makes losses of x_BsD
+    embedding: Any  # the config of the module that computes x_BsD from a batch
+    head: Any  # and of the one that computes losses from x_BsD
 
     @classmethod
     def uniform(cls, kind: Kind, layers: int, **others: Any) -> Stack:
@@ -122,15 +122,15 @@ class Layer(nnx.Module):
             site = len(kind.sublayers) + number
             own = replace(build, site=site, adapters=_adapters_of(name, sublayer, build))
             module = sublayer.module(own, rngs)
-            if type(self).of_text is Layer.of_text:  # the modules' are called
+            if type(self).of_text is Layer.of_text:  # which calls those of the modules
                 require_methods(name, sublayer, module)
             setattr(self, name, module)
             if kind.norm_placement == "both":
                 setattr(self, f"{name}_post_norm", kind.norm.module(build.hidden))
 
     def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
-        """The stream after the layer; for a slice of the sequence, (stream, its part of a cache),
-        given those of earlier slices. Without a context, no dropout."""
+        """The stream after the layer; for a slice of the sequence, (stream, its part of the cache),
+        given the parts of earlier slices. Without a context there is no dropout."""
         own = {}
 
         def run(name, module, h_BsD):
@@ -148,8 +148,8 @@ class Layer(nnx.Module):
         return stream if cache is None else (stream, own)
 
     def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
-        """The stream after the next t positions of texts. keep: of what its sublayers keep, by
-        name."""
+        """The stream after the layer, for the next t positions of texts. keep: takes what the
+        sublayers keep, by name."""
 
         def run(name, module, h_BtD):
             if not hasattr(module, "of_text"):
@@ -159,7 +159,7 @@ class Layer(nnx.Module):
         return self._applied(stream, context, run)
 
     def _applied(self, stream, context, run):
-        """The stream after what run(name, module, h) makes of each sublayer's input."""
+        """The stream after all sublayers; run(name, module, h) computes each from its input."""
         if self.kind.parallel:
             return self._beside(stream, context, run)
         placement, x_BsD, stream = self.kind.norm_placement, stream["x"], dict(stream)
@@ -200,7 +200,7 @@ def _adapters_of(name: str, sublayer: Sublayer, build: Build) -> Adapters | None
 
 
 def _is_not_gathered(primitive, *_, **__) -> bool:
-    """What waits for the backward pass: of activations that are gathered the shards alone."""
+    """Checkpoint policy: keep everything except gathered activations, whose shards are kept."""
     return primitive.name != "all_gather"
 
 

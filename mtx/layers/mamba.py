@@ -1,12 +1,12 @@
-"""The sublayer of Mamba-2 (Dao and Gu 2024): a state-space model whose state each position decays
-and adds to, h <- exp(dt A) h + dt x B', and reads, y = h C + D x (`mtx.layers.ssd`).
+"""The Mamba-2 sublayer (Dao and Gu 2024): a state-space model. Each position decays the state and
+adds to it, h <- exp(dt A) h + dt x B', and reads it, y = h C + D x (`mtx.layers.ssd`).
 
 One projection of the stream gives a gate z, inputs x, B, C and dt. x, B and C go through a short
-causal convolution; the output is gated and normed, group by group. Heads are split over `tensor`,
-groups too or, where there are fewer, repeated, as heads of keys and values are.
+causal convolution; the output is gated and normed, group by group. Heads are split over `tensor`;
+groups are split too or, if there are fewer, repeated, like heads of keys and values.
 
-All between the projections and the output layer is computed again in the backward pass: it is a few
-hundredths of a layer's work, and nothing of it is kept, least of all the states.
+Everything between the projections and the output layer is recomputed in the backward pass: it is a
+few hundredths of a layer's work, and none of it is kept, least of all the states.
 
 Legend: B rows · S sequence (s: shard, t: the next positions) · D hidden · H heads (h: shard) ·
 G groups of R heads that share B and C (g: shard) · K head size · N state size · W width of the
@@ -39,7 +39,7 @@ from mtx.sharding.parameter import parameter
 from mtx.sharding.random import normal, uniform
 from mtx.sharding.sequence import State, places
 
-# What dt and A begin with, as in Dao and Gu's code: drawn evenly, dt by its logarithm.
+# Ranges of the initial dt and A, as in Dao and Gu's code: drawn uniformly, dt in its logarithm.
 _DT, _A = (1e-3, 1e-1), (1.0, 16.0)
 
 
@@ -51,7 +51,7 @@ class Mamba:
     size: int  # K
     state: int  # N
     groups: int  # G
-    epsilon: float  # under the root of the norm, of each group's heads together
+    epsilon: float  # under the root of the norm, which is over each group's heads together
     width: int = 4  # W
     chunk: int = 256  # positions
     least_dt: float = 0.0
@@ -73,7 +73,7 @@ class Mamba:
         return as_past(self._nothing(build, rows))
 
     def _nothing(self, build: Build, rows: int) -> Kept:
-        """What is left by no positions."""
+        """What is kept before the first position: zeros."""
         heads, groups = self.heads // build.axes.tensor_shards, self.local_groups(build.axes)
         before = rows, self.width - 1
         return Kept(
@@ -91,7 +91,7 @@ class Mamba:
 
 
 class Kept(NamedTuple):
-    """What later positions need of those before them."""
+    """What later positions need of earlier ones."""
 
     state: jax.Array  # [B, h, K, N] float32
     x: jax.Array  # [B, w, h, K], the last inputs of the convolution
@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 
 
 def as_past(kept: Kept) -> State:
-    """As texts keep it: [n, B, h, ...] each."""
+    """As generated texts keep it: [n, B, h, ...] each."""
     bc_wBngN = jnp.swapaxes(kept.bc, 0, 1)
     return State({
         "state": kept.state[None], "x": jnp.swapaxes(kept.x, 0, 1),
@@ -163,7 +163,7 @@ class MambaModule(nnx.Module):
         return self._applied(x_BsD, segments_BS)[0]
 
     def of_slice(self, x_BsD, context: Context, cache: Kept):
-        """(output, [B, 1, ...] of what this slice leaves), with what the one before has left."""
+        """(output, [B, 1, ...] of what this slice leaves), given what the one before it left."""
 
         def left(a_Bi):
             before = lax.dynamic_index_in_dim(a_Bi, context.part - 1, 1, keepdims=False)
@@ -173,7 +173,7 @@ class MambaModule(nnx.Module):
         return y_BsD, jax.tree.map(lambda a: a[:, None], after)
 
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
-        """The output, with what `keep` holds of earlier positions."""
+        """The output, given what `keep` holds of earlier positions."""
         held, last_B = keep(None), None if context is None else context.last_B
         before = None if held is None else from_past(held)
         y_BtD, after = self._applied(x_BtD, before=before, last_B=last_B)
@@ -181,7 +181,7 @@ class MambaModule(nnx.Module):
         return y_BtD
 
     def _applied(self, x_BsD, segments_BS=None, before: Kept | None = None, last_B=None):
-        """(output, what is left after the positions, or after each row's last)"""
+        """(output, what is kept after all positions, or after each row's last token)"""
         repeats = None, 2 if self.config.repeats(self.axes) else None, None
         weights = self.zx.get_value(), self.bc.get_value(), self.dt.get_value()
         projected = column_products(x_BsD, weights, repeats, self.axes)
@@ -192,7 +192,7 @@ class MambaModule(nnx.Module):
 
     def _weights(self) -> Weights:
         def own(w, dim: int):
-            """The group of this device's heads."""
+            """The part of w for the group of this device's heads."""
             if not self.config.repeats(self.axes):
                 return w
             group = lax.axis_index(self.axes.tensor) * w.shape[dim] // self.axes.tensor_shards
@@ -209,7 +209,7 @@ class MambaModule(nnx.Module):
 
 
 class Weights(NamedTuple):
-    """Of this device's heads."""
+    """The weights of this device's heads."""
 
     x: tuple[jax.Array, jax.Array]  # the convolution's kernel and bias, [W, h, K] and [h, K]
     bc: tuple[jax.Array, jax.Array]
@@ -222,7 +222,7 @@ class Weights(NamedTuple):
 def mixed(
     config: Mamba, axes: Axes, projected, weights: Weights, segments_BS, before: Kept | None, last_B
 ):
-    """(y_BShK, Kept) of zx_BSnhK, bc_BSngN and dt_BSh."""
+    """(y_BShK, Kept) from zx_BSnhK, bc_BSngN and dt_BSh."""
     zx_BSnhK, bc_BSngN, dt_BSh = projected
     z_BShK, x_BShK = zx_BSnhK[:, :, 0], zx_BSnhK[:, :, 1]
     spans = Spans(axes=axes, segments_BS=segments_BS)
@@ -250,7 +250,7 @@ def mixed(
 
 
 def _steps(dt_BSh, weights: Weights, config: Mamba, last_B, axes: Axes):
-    """dt, float32; 0 of padding, which then neither decays the state nor adds to it."""
+    """dt, float32; 0 for padding, which then neither decays the state nor adds to it."""
     dt_BSh = dt_BSh.astype(jnp.float32) + weights.dt_bias.astype(jnp.float32)
     dt_BSh = jnp.maximum(jax.nn.softplus(dt_BSh), config.least_dt)
     if last_B is None:
@@ -260,7 +260,7 @@ def _steps(dt_BSh, weights: Weights, config: Mamba, last_B, axes: Axes):
 
 
 def _convolved(a_BS, weights, before_Bw, last_B, spans: Spans):
-    """([B, p, S, ...], the last w inputs of the sequence or, of each row, up to its last token)"""
+    """([B, p, S, ...], the last w inputs of the sequence, or of each row up to its last token)"""
     kernel_W, bias = weights
     a_BpS, width = spans.cut(a_BS), kernel_W.shape[0] - 1
     if before_Bw is not None:
@@ -296,7 +296,7 @@ class GatedNorm(nnx.Module):
 
 
 def gated_norm(y_BShK, z_BShK, scale_hK, config: Mamba, axes: Axes):
-    """RMS norm of y silu(z), of each group's heads together, in z's type."""
+    """RMS norm of y silu(z), over each group's heads together, in z's type."""
     y_BShK *= jax.nn.silu(z_BShK.astype(jnp.float32))
     y_BSgk = y_BShK.reshape(*y_BShK.shape[:2], config.local_groups(axes), -1)
     squares_BSg = jnp.square(y_BSgk).sum(axis=-1)
@@ -310,8 +310,8 @@ def gated_norm(y_BShK, z_BShK, scale_hK, config: Mamba, axes: Axes):
 
 @custom_vjp(1, 2)
 def _over_group(a, axes: Axes, groups: int):
-    """The sum over the devices of `tensor` whose heads are of one group, the same on each.
-    Backward: the same sum, of the parts of the gradient that they have."""
+    """The sum over the devices of `tensor` whose heads share a group, the same on each of them.
+    Backward: the same sum, over the parts of the gradient that they have."""
     size = axes.tensor_shards // groups
     devices = [list(range(n, n + size)) for n in range(0, axes.tensor_shards, size)]
     return lax.psum(a, axes.tensor, axis_index_groups=devices)

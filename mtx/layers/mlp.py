@@ -1,7 +1,7 @@
-"""The feed-forward sublayer: D -> F, an activation, F -> D, with F split over `tensor`; gated ones
-(Shazeer 2020) with a second matrix into F, whose output the activation's is multiplied by.
+"""The feed-forward sublayer: D -> F, an activation, F -> D, with F split over `tensor`. Gated ones
+(Shazeer 2020) have a second matrix into F, whose output multiplies the activation's.
 
-Activations keep their input for the backward pass, and no more.
+Activations keep only their input for the backward pass.
 
 Legend: B rows · S sequence (s: shard) · D hidden · F feed-forward (f: shard) · n = 2 for gate, up
 """
@@ -25,9 +25,9 @@ from mtx.sharding.bias import as_matrix, over_rows
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.linear import ColumnLinear, RowLinear
 
-# gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exactly. relu2: the square of
-# ReLU (So et al. 2021). quick_gelu: x sigmoid(1.702 x), of CLIP. clamped: gpt-oss's, of gated ones:
-# gate sigmoid(1.702 gate) (up + 1), of both within 7
+# gelu_tanh: GELU's approximation as in GPT-2 and Megatron-LM; gelu: exact. relu2: the square of
+# ReLU (So et al. 2021). quick_gelu: CLIP's x sigmoid(1.702 x). clamped: gpt-oss's, gated only:
+# gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up between -7 and 7
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "relu2", "clamped"]
 _OF_SIGMOIDS = "silu", "quick_gelu", "clamped"
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -88,17 +88,17 @@ def _value(x, activation: Activation):
         return x * jax.nn.sigmoid(CLAMP_SLOPE * x)
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=False)
-    x32 = x.astype(jnp.float32)  # (1 + tanh(z)) / 2 is sigmoid(2z), which takes XLA:GPU less
+    x32 = x.astype(jnp.float32)  # (1 + tanh(z)) / 2 is sigmoid(2z), cheaper on XLA:GPU
     return (x32 * jax.nn.sigmoid(2 * _of_tanh(x32))).astype(x.dtype)
 
 
 def _of_tanh(x):
-    """What GELU's approximation takes the tanh of."""
+    """The argument of tanh in GELU's approximation."""
     return _GELU_SLOPE * (x + _GELU_CUBE * x * x * x)
 
 
 def _slope(x, activation: Activation):
-    """The derivative, in x's type; of GELU's approximation in float32."""
+    """The derivative in x's type, or in float32 for GELU's approximation."""
     if activation == "relu":
         return (x > 0).astype(x.dtype)
     if activation == "relu2":
@@ -157,8 +157,8 @@ gated.defvjp(lambda x_BSnf, activation: (gated(x_BSnf, activation), x_BSnf), _ga
 
 @custom_vjp(2, 3)
 def activate_biased(y, b, activation: Activation, gates: bool):
-    """The activation of y[B, S, *outputs] + b[*outputs], gated or not. Keeps y: a matmul can write
-    that where it is kept."""
+    """The activation of y[B, S, *outputs] + b[*outputs], gated or not. Keeps y, which a matmul can
+    write directly to where it is kept."""
     return (gated if gates else activate)(y + b, activation)
 
 

@@ -1,8 +1,7 @@
 """A model as the pipeline sees it (`mtx.pipeline.model`): embed, layer and loss over plain trees.
 
 Modules are Flax NNX, written for the local shard: the same module runs on one device with
-`Axes()`, and that is the reference of the tests. Every parameter carries its PartitionSpec and
-role.
+`Axes()`, which is the reference in tests. Every parameter carries its PartitionSpec and role.
 
 Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard)
 """
@@ -41,17 +40,17 @@ Tree = Any
 Stream = dict[str, jax.Array]
 Recompute = Literal["none", "selective", "around_attention", "full"]
 _ONE_DEVICE = Axes()
-_FIRST = 32  # keys of a layer's parameters; few have more
-# cuDNN's attention, as jax.nn calls it, and as it is described where it cannot be traced. Their
-# results have no names.
+_FIRST = 32  # keys of a layer's parameters that are made at once; few layers have more
+# Primitives of cuDNN's attention: jax.nn's, and the one that describes it where it cannot be
+# traced. Their results have no names.
 _FUSED = ("dot_product_attention_fwd_wrapper", fused.FORWARD.name)
 
 
 class Model:
     """The functions of a model for the local shards of `axes`; `Axes()` is one device.
 
-    Parameters: {"embed": ..., "head": ..., "layers": {kind: ...}}, a layer's leaves, or those of
-    layers stacked. `shared` is such a tree without the layers.
+    Parameters: {"embed": ..., "head": ..., "layers": {kind: ...}}, with the leaves of a layer or of
+    stacked layers. `shared` is such a tree without the layers.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class Model:
         head: Any = None,
         parts: Collection[str] | None = None,
     ):
-        """config: a `mtx.families.ModelConfig`. head: another head's config than the family's.
-        parts: "embed", "head" and kinds of layers, all that are called; None: every one."""
+        """config: a `mtx.families.ModelConfig`. head: the config of a head that replaces the
+        family's. parts: which of "embed", "head" and kinds of layers will be called; None: all."""
         config.require_read()
         stack: Stack = config.stack()
         self.config, self.axes, self.slices = config, axes, slices
@@ -96,11 +95,11 @@ class Model:
         self.shapes["layers"] = {
             kind: nnx.to_pure_dict(state) for kind, (_, state) in layers.items()
         }
-        self.specs = _metadata(states, "spec")  # the PartitionSpec of every parameter; of one layer
-        self.inputs = _metadata(states, "inputs")  # of a matrix, how many of its dims are
-        self.dims = _metadata(states, "dims")  # what each's are called: a tuple, or an empty one
+        self.specs = _metadata(states, "spec")  # every parameter's PartitionSpec, for one layer
+        self.inputs = _metadata(states, "inputs")  # how many dims of a matrix are inputs
+        self.dims = _metadata(states, "dims")  # the names of a parameter's dims, a tuple, or ()
         self.roles = _metadata(states, "role")  # what each is for: `mtx.sharding.parameter`
-        self.rules = _metadata(states, "rule")  # of states, how a step moves them; None: of others
+        self.rules = _metadata(states, "rule")  # how a step updates each state; None for others
         if config.fp8_steps:
             self._add_histories()
         self.trained = jax.tree.map_with_path(
@@ -112,7 +111,7 @@ class Model:
     # -- parameters -------------------------------------------------------------------------------
 
     def _adapters(self) -> Adapters | None:
-        """UserError for a name that is no sublayer's."""
+        """The adapters, or None. UserError for a name that is not a sublayer's."""
         config = self.config
         if not config.lora_rank:
             return None
@@ -123,7 +122,7 @@ class Model:
         return Adapters(rank=config.lora_rank, alpha=config.lora_alpha, on=config.lora_on)
 
     def _add_histories(self) -> None:
-        """Those of delayed scaling, beside the other parameters of layers."""
+        """Add the histories of delayed scaling to the other parameters of layers."""
         rule = fp8.Delayed(self.config.fp8_steps)
         states = (
             (self.shapes, jax.ShapeDtypeStruct(fp8.HISTORY, jnp.float32)),
@@ -151,18 +150,18 @@ class Model:
     # -- batches ----------------------------------------------------------------------------------
 
     def batch_fields(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a training batch of that many rows; others may come beside them."""
+        """The arrays of a training batch of that many rows; a batch may have others as well."""
         return self._head.batch_fields(rows, self.config.sequence)
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
-        """The batch, with weights that follow from the global one; `total` sums an array of it."""
+        """The batch with weights that follow from the global one; `total` sums an array over it."""
         if self._second_weight:
             batch = with_second(batch, self.axes)
         return self._head.weigh(batch, total)
 
     @property
     def _second_weight(self) -> float:
-        """Of the loss of a second token; 0: there is none."""
+        """The weight of the loss of a second token; 0 if there is none."""
         return getattr(self._head, "second_weight", 0.0)
 
     # -- a microbatch -----------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class Model:
         return bool(self.config.dropout or self.config.attention_dropout)
 
     def context(self, layer, batch: Tree, samples_B, rng, part=0, busy=None) -> Context | None:
-        """What a layer is told beside its input; None where it does not matter: whole sequences of
+        """What a layer is told besides its input; None if nothing of it matters: whole sequences of
         one segment, no dropout. rng: None for no dropout."""
         names = "segments", "positions", "last", "patches"
         segments, positions, last, patches = map(batch.get, names)
@@ -208,8 +207,8 @@ class Model:
     def layer(
         self, kind: str, params: Tree, stream: Stream, context: Context | None = None, *cache: Tree
     ):
-        """The stream after a layer; for a slice of the sequence, with the cache of earlier ones,
-        (stream, its own part of one)."""
+        """The stream after a layer; for a slice of the sequence, given the cache of earlier ones,
+        (stream, its own part of the cache)."""
 
         def run(params, stream, context, *cache):
             params = fp8.with_histories(params, None if context is None else context.busy)
@@ -221,9 +220,9 @@ class Model:
         return run(params, stream, context, *cache)
 
     def policy(self, kind: str, recompute: Recompute) -> Callable[..., Any]:
-        """Of an equation, by its primitive, shapes and parameters: whether a layer of that kind
-        keeps what it gives, as `jax.checkpoint` asks. Where a fused kernel gives parts, only what
-        they make together is kept."""
+        """The `jax.checkpoint` policy of a layer of that kind: whether it keeps the results of an
+        equation, given its primitive, shapes and parameters. If a fused kernel gives parts, only
+        their merged result is kept."""
         parts = in_parts(self.axes, max(1, self.config.groups // self.axes.tensor_shards))
         parts |= any(getattr(each, "in_parts", False) for _, each in self.kinds[kind].sublayers)
         if parts and recompute == "around_attention":
@@ -235,9 +234,9 @@ class Model:
         return self._call_head("loss", shared, stream, batch)
 
     def losses(self, shared: Tree, stream: Stream, batch: Tree) -> dict[str, jax.Array]:
-        """What training minimises the sum of: {"loss": `loss`} and, where layers have losses of
-        their own, {"aux": theirs, each token's with the same weight}; and {"second": that of the
-        tokens after the next} times its weight."""
+        """The losses whose sum training minimises: {"loss": `loss`}; if layers have losses of their
+        own, {"aux": theirs, each token's with the same weight as in `loss`}; and, if there is one,
+        {"second": that of the tokens after the next}, times its weight."""
         losses = {"loss": self.loss(shared, stream, batch)}
         if NEXT in stream:
             second = self.loss(shared, {"x": stream[NEXT]}, of_second(batch))
@@ -250,14 +249,14 @@ class Model:
         return losses
 
     def head_positions(self, shared: Tree, stream: Stream) -> int:
-        """Of a shard of the sequence, how many positions the head takes at once."""
+        """How many positions of a shard of the sequence the head takes at once."""
         rows, positions = stream["x"].shape[:2]
         shards = self.axes.tensor_shards if self.axes.sequence_parallel else 1
         vocab = shared["embed"]["tokens"].shape[0]
         return self._head.positions(rows * shards, positions, vocab)
 
     def scores(self, shared: Tree, stream: Stream, batch: Tree):
-        """(losses, hits) float32 [B, S] of batch["targets"]: a hit is 1 where the target is the
+        """(losses, hits) float32 [B, S] of batch["targets"]: a hit is 1 if the target is the
         likeliest token."""
         return self._call_head("scores", shared, stream, batch)
 
@@ -269,7 +268,7 @@ class Model:
         head = nnx.merge(self._graphs["head"], shared["head"])
         return getattr(head, name)(shared["embed"]["tokens"], stream["x"], argument)
 
-    # -- sequences in slices, and texts that go on ------------------------------------------------
+    # -- sequences in slices, and generated text --------------------------------------------------
 
     def empty_cache(self, kind: str, rows: int) -> Tree:
         """[B, S, ...] each: what a layer hands from slice to slice."""
@@ -280,9 +279,9 @@ class Model:
         return self.kinds[kind].empty_past(self._build, rows, length)
 
     def extend(self, kind: str, params: Tree, stream: Stream, context, keep: Callable) -> Stream:
-        """The stream after a layer on the next t positions of texts, which hands what is to be kept
-        of them to `keep`. Their positions are those of the context, or the first t. Neither dropout
-        nor sequence parallelism."""
+        """The stream after a layer, for the next t positions of texts; the layer gives `keep` what
+        is to be kept of them. Their positions are those of the context, or the first t. There is
+        neither dropout nor sequence parallelism."""
         layer = nnx.merge(self._graphs[kind], fp8.with_histories(params))
         return layer.of_text(stream, context, keep)
 
@@ -292,7 +291,7 @@ def _is_fused(primitive, *_, **__) -> bool:
 
 
 _names = jax.checkpoint_policies.save_only_these_names
-_POLICIES = {  # what is kept of a layer, beside its input
+_POLICIES = {  # what is kept of a layer, besides its input
     "none": jax.checkpoint_policies.everything_saveable,
     "selective": _names(MATMUL_OUTPUT, ATTENTION_OUTPUT),
     "around_attention": jax.checkpoint_policies.save_from_both_policies(
@@ -309,8 +308,8 @@ def _init_key(seed: int, layer):
 
 class _Keys:
     """`nnx.Rngs(params=key, adapter=...)`, with the keys of parameters made at once: a program with
-    a loop for each takes a third longer to compile. Adapters have a stream of their own: beside
-    them, parameters begin as they do without."""
+    a loop for each takes a third longer to compile. Adapters have their own stream, so that other
+    parameters have the same initial values with adapters as without."""
 
     def __init__(self, key):
         self._key, self._used = key, count()
@@ -323,7 +322,7 @@ class _Keys:
 
 
 class _Shapes:
-    """`_Keys` of parameters of which only the shapes are asked for."""
+    """`_Keys` for parameters of which only the shapes are needed."""
 
     params = adapter = NoKeys()
 
@@ -338,7 +337,7 @@ def _rngs_of(key) -> nnx.Rngs:
 @lru_cache(maxsize=1024)
 def _abstract(config: Any, build: Build, *rows: int) -> tuple[Any, nnx.State]:
     """(graph, parameters as shapes with their metadata) of the module of a layer, embedding or
-    head; many models, most of all those of a plan, are made of the same ones."""
+    head. Cached, because many models, above all those of a plan, consist of the same ones."""
     return nnx.split(nnx.eval_shape(lambda: config.module(build, *rows, _SHAPES)))
 
 
@@ -347,7 +346,7 @@ def _plain(module: nnx.Module) -> Tree:
 
 
 def _metadata(tree, name: str) -> dict:
-    """What every parameter says of itself under that name, as a plain nested dict."""
+    """The metadata of that name of every parameter, as a plain nested dict."""
     return {
         key: value.get_metadata()[name]
         if isinstance(value, nnx.Variable)

@@ -1,10 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2), of one further token.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) of one additional token.
 
 The last layer of the pattern sees the model's output and the embedding of each position's next
-token, which the stream carries from the embedding on, and makes of both what the head predicts the
-token after that from. Only training does: without that leaf the layer is the last norm.
+token, which the stream carries from the embedding on. From both it computes the input from which
+the head predicts the token after that. Only training does this: without that leaf of the stream the
+layer is the last norm.
 
-Its own layer sees what the head sees, behind the last norm, as published weights are used.
+The layer sees what the head sees, the output of the last norm, as published weights are used.
 
 Legend: B rows · S sequence (s: shard; t: the next positions) · D hidden
 """
@@ -24,14 +25,14 @@ from mtx.sharding.linear import WholeLinear
 from mtx.sharding.mesh import Axes
 from mtx.sharding.sequence import places, whole_sequence
 
-NEXT = "next"  # the leaf of the stream: of the next token's embedding, and then of the output
-_SECOND = {"targets": "second_targets", "weights": "second_weights"}  # what a batch then has
+NEXT = "next"  # the leaf of the stream: the next token's embedding, then this layer's output
+_SECOND = {"targets": "second_targets", "weights": "second_weights"}  # added to a batch
 Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiToken(Kind):
-    """A kind of layer that ends a model; `norm` is the last of it, too."""
+    """A kind of layer that ends a model; `norm` is also the model's last norm."""
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return MultiTokenLayer(self, build, rngs)
@@ -71,9 +72,8 @@ class MultiTokenLayer(Layer):
 
 
 def with_second(batch: Tree, axes: Axes) -> Tree:
-    """The batch with second_targets and second_weights, [B, s]: what stands one place after its
-    targets. They count as much as they do there, but none behind the last of a row, nor one whose
-    own position is another document's."""
+    """The batch with second_targets and second_weights, [B, s]: its targets and weights one place
+    later. Weights are 0 at the last place of a row and if the next one is in another document."""
     targets_BS, weights_BS = (whole_sequence(batch[name], axes) for name in _SECOND)
     weights_BS = _one_on(weights_BS)
     if (segments_Bs := batch.get("segments")) is not None:
@@ -85,12 +85,12 @@ def with_second(batch: Tree, axes: Axes) -> Tree:
 
 
 def _one_on(a_BS):
-    """What stands at the next place; 0 at the last."""
+    """The value at the next place; 0 at the last place."""
     return jnp.pad(a_BS[:, 1:], ((0, 0), (0, 1)))
 
 
 def without_second(batch: Tree) -> Tree:
-    """For who only asks for the loss of the next token."""
+    """The batch without those two, for callers that only want the loss of the next token."""
     return {name: a for name, a in batch.items() if name not in _SECOND.values()}
 
 

@@ -1,7 +1,6 @@
-"""Layer norm and RMS norm, in float32 whatever the type of what they are given.
+"""Layer norm and RMS norm, computed in float32 whatever the type of their input.
 
-Each keeps for its backward pass what Megatron keeps and no more: its input and a number or two a
-row.
+For its backward pass each keeps only what Megatron keeps: its input and one or two numbers per row.
 
 Legend: D the size that is normed, the last dim; ... all others
 """
@@ -23,14 +22,14 @@ from mtx.sharding.parameter import parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """How a model norms."""
+    """The config of a norm."""
 
     kind: Literal["layer", "rms"]
     epsilon: float
     offset: float = 0.0  # rms: added to the scale, which then begins at 1 - offset (Gemma: 1)
 
     def module(self, size: int, dim: str = "hidden") -> LayerNorm | RMSNorm:
-        """Over the last dim, of that size and name."""
+        """A norm over the last dim, which has that size and name."""
         if self.kind == "layer":
             return LayerNorm(size, epsilon=self.epsilon, dim=dim)
         return self.rms(size, dim)
@@ -102,8 +101,9 @@ def _scale(scale_D, offset: float):
 
 
 def _once(statistics):
-    """Of rows, a number each. Where they are computed again, XLA:GPU would do so within every pass
-    that needs them, and write what is summed over rows to memory first, in float32."""
+    """A barrier for statistics, one number per row. If they are recomputed, XLA:GPU would otherwise
+    do so within every pass that needs them, and first write what is summed over rows to memory, in
+    float32."""
     return lax.optimization_barrier(statistics)
 
 

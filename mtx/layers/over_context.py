@@ -2,15 +2,16 @@
 keys and values of all devices.
 
 "gather": all keys and values on every device, at once. "ring" (Liu et al. 2023; DistFlashAttn, Li
-et al. 2023; two chunks a device, as in Megatron-LM): they go round, each send beside the matmuls of
-what came before. "ulysses" (DeepSpeed-Ulysses, Jacobs et al. 2023): all-to-alls give a device whole
-sequences of a part of the heads. "usp" (Fang and Zhao 2024): both, Ulysses among as many neighbours
-as heads of keys and values allow, and a ring of such groups.
+et al. 2023; two chunks per device, as in Megatron-LM): keys and values go round the devices, each
+send overlapped with the matmuls of those that arrived before. "ulysses" (DeepSpeed-Ulysses, Jacobs
+et al. 2023): all-to-alls give each device whole sequences of a part of the heads. "usp" (Fang and
+Zhao 2024): both, Ulysses among as many neighbours as heads of keys and values allow, and a ring of
+such groups.
 
-Of attention with a window a device is sent what its queries see, and no more.
+For attention with a window, a device is sent only what its queries see.
 
-Backward everything is sent again; kept are q, k and v of a device's own positions, and the merged
-output with its sums.
+The backward pass sends everything again. It keeps q, k and v of a device's own positions, and the
+merged output with its sums.
 
 Legend: B rows · S sequence (s: a device's part; n = s / 2: a chunk) · h heads of queries · g of
 keys and values · K head size · c devices of a ring
@@ -77,20 +78,21 @@ def attention_over_context(
 def _of_whole(
     projected: Projected, segments_BS, drops: Drops | None, rules: Scores, kernel: AttentionKernel
 ):
-    """What JAX's function of the fused kernel has not, values of another size and sinks, its
-    parts have."""
+    """Attention to whole sequences. JAX's function of the fused kernel supports neither values of
+    another size nor sinks; the functions that it consists of support both."""
     if len(projected) < 3 or kernel == "blocked":
         return attention(projected, segments_BS, drops, rules=rules, kernel=kernel)
     return ring_attention(projected, segments_BS, drops, rules, kernel, None, False)
 
 
 def in_parts(axes: Axes, heads: int) -> bool:
-    """Whether queries meet their keys in parts, of so many heads of keys and values a device."""
+    """Whether queries meet their keys in parts, given how many heads of keys and values a device
+    has."""
     return axes.context is not None and _by_heads(axes, heads) < axes.context_shards
 
 
 def _by_heads(axes: Axes, heads: int) -> int:
-    """The devices that share whole sequences by their heads: neighbours on `context`."""
+    """How many devices, neighbours on `context`, share whole sequences by their heads."""
     shared = axes.attention in ("ulysses", "usp")
     return math.gcd(heads, axes.context_shards) if shared else 1
 
@@ -100,8 +102,8 @@ def ring_attention(
     projected: Projected, segments_Bs, drops: Drops | None, rules: Scores, kernel: AttentionKernel,
     ring: Ring | None, gathers: bool,
 ):  # fmt: skip
-    """Attention of this device's two chunks of queries to all keys of the ring, o_BshV. ring: None
-    where it has whole sequences; gathers: every device has all keys at once."""
+    """o_BshV: attention of this device's two chunks of queries to all keys of the ring. ring: None
+    if it has whole sequences. gathers: every device has all keys at once."""
     return _forward(projected, segments_Bs, drops, rules, kernel, ring, gathers)[0]
 
 
@@ -120,7 +122,7 @@ def _forward(projected, segments_Bs, drops, rules, kernel, ring, gathers):
 
 
 def _output(projected, segments_Bs, drops, rules, kernel, ring, gathers) -> Part:
-    """The output in the type of the queries."""
+    """The merged part, with its output in the type of the queries."""
     queries, keys = _met(projected, segments_Bs, drops)
     q_BshK = queries.q
     way = way_of(rules, kernel, ring, gathers, q_BshK.shape[1], drops)
@@ -133,7 +135,7 @@ def _output(projected, segments_Bs, drops, rules, kernel, ring, gathers) -> Part
 
 def _backward(rules, kernel, ring, gathers, saved, do_BshK):
     if ring is not None and not gathers:
-        # Else keys are sent, and parts of queries made, while the layer's MLP goes backward.
+        # Else keys would be sent, and parts of queries computed, during the MLP's backward pass.
         saved, do_BshK = lax.optimization_barrier((saved, do_BshK))
     projected, segments_Bs, drops, o_BshK, logsumexp_Bhs = saved
     queries, keys = _met(projected, segments_Bs, drops)
@@ -152,8 +154,8 @@ ring_attention.defvjp(_forward, _backward)
 def attention_biased(
     y_BSnhK, b_nhK, segments_BS, rules: Scores, kernel: AttentionKernel, axes: Axes
 ):  # fmt: skip
-    """Fused attention of q, k and v as one matmul makes them, by rows and without their bias.
-    Keeps y: the matmul can write that where it is kept."""
+    """Fused attention of q, k and v as one matmul gives them, by rows and without their bias.
+    Keeps y, which the matmul can write directly to where it is kept."""
     return _biased_forward(y_BSnhK, b_nhK, segments_BS, rules, kernel, axes)[0]
 
 

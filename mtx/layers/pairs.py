@@ -1,9 +1,9 @@
-"""Attention of some queries to some of the keys that they see, and how such parts are put together.
+"""Attention of some queries to some of the keys that they see, and how such parts are merged.
 
-With a sequence cut over devices or into chunks, a query meets its keys in parts. Each gives an
-output and the log of its sum of exponentials, from which `merge` makes those of all parts together
-(Milakov and Gimelshein 2018; Liu et al. 2023). The backward pass takes the merged ones: a part's
-gradients are then those that it has in the whole.
+If a sequence is cut over devices or into chunks, a query meets its keys in parts. Each part gives
+an output and the log of its sum of exponentials, from which `merge` computes those of all parts
+together (Milakov and Gimelshein 2018; Liu et al. 2023). The backward pass takes the merged ones, so
+that a part's gradients are those that it has in the whole.
 
 Legend: B rows · n queries · m keys · h heads of queries · g of keys and values · K head size
 """
@@ -23,19 +23,20 @@ from mtx.layers.kernels import AttentionKernel
 from mtx.layers.projected import positions_first, queries_first
 
 NOTHING = -1e30  # the log of a sum over no keys: finite, so that a difference of two is a number
-_QUERIES = 2048  # of a block: its scores are n x m numbers of each head
+_QUERIES = 2048  # of a block, whose scores are n x m numbers per head
 _HIDDEN = -1e9  # as `jax.nn.dot_product_attention` hides scores
 
 
 class Part(NamedTuple):
-    """The output of some keys alone, float32 [B, n, h, K], and the log of its sum [B, h, n]."""
+    """The output for some of the keys, float32 [B, n, h, K], and the log of its sum of exponentials
+    [B, h, n]."""
 
     output: jax.Array
     logsumexp: jax.Array
 
 
 def merge(a: Part, b: Part) -> Part:
-    """The part of the keys of both."""
+    """The part of the keys of `a` and `b` together."""
     logsumexp = jnp.logaddexp(a.logsumexp, b.logsumexp)
 
     def share(part: Part):
@@ -46,29 +47,29 @@ def merge(a: Part, b: Part) -> Part:
 
 
 def only_if(condition, part: Part) -> Part:
-    """The part, or one of no keys."""
+    """The part if `condition` holds, otherwise one of no keys."""
     return part._replace(logsumexp=jnp.where(condition, part.logsumexp, NOTHING))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What n queries see of m keys, the first query `offset` positions behind the first key."""
+    """What n queries see of m keys, with the first query `offset` positions after the first key."""
 
     rules: Scores
     kernel: AttentionKernel
     offset: int = 0
-    drops: Drops | None = None  # "blocked" alone
+    drops: Drops | None = None  # with "blocked" only
 
     def at(self, queries_1n, keys_1m) -> Pair:
-        """With dropout of these positions, where there is any."""
+        """The pair with dropout for these positions, if it has dropout."""
         if self.drops is None:
             return self
         drops = self.drops._replace(queries_S=queries_1n[0], keys_T=keys_1m[0])
         return replace(self, drops=drops)
 
     def forward(self, q_BnhK, k_BmgK, v_BmgK, segments) -> Part:
-        """segments: of queries int32 [B, n] and of keys [B, m], which see each other where they are
-        equal; None: all do."""
+        """The part of these keys. segments: of queries int32 [B, n] and of keys [B, m], which see
+        each other if they are equal; None: all do."""
         if self.kernel == "blocked":
             return self._blocked_forward(q_BnhK, k_BmgK, v_BmgK, segments)
         bias, rules = self._bias(q_BnhK, k_BmgK, segments), self._fused
@@ -83,8 +84,8 @@ class Pair:
         return Part(o_BnhK.astype(jnp.float32), logsumexp)
 
     def backward(self, q_BnhK, k_BmgK, v_BmgK, segments, whole: Part, do_BnhK) -> tuple:
-        """Float32 gradients (dq_BnhK, dk_BmgK, dv_BmgK). whole: of all keys that the queries see,
-        in the type of the values; do_BnhK: the gradient of its output."""
+        """Float32 gradients (dq_BnhK, dk_BmgK, dv_BmgK). whole: the part of all keys that the
+        queries see, in the type of the values; do_BnhK: the gradient of its output."""
         if self.kernel == "blocked":
             return self._blocked_backward(q_BnhK, k_BmgK, v_BmgK, segments, whole, do_BnhK)
         bias, rules = self._bias(q_BnhK, k_BmgK, segments), self._fused
@@ -98,7 +99,7 @@ class Pair:
     # -- in blocks of queries ---------------------------------------------------------------------
 
     def _blocks(self, queries: int, segments):
-        """(queries, keys, mask) of each block; the keys up to the last that one of it sees."""
+        """(queries, keys, mask) of each block; keys end with the last that a query of it sees."""
         for start in range(0, queries, _QUERIES):
             block = slice(start, min(start + _QUERIES, queries))
             keys = slice(0, block.stop + self.offset if self.rules.causal else None)
@@ -140,12 +141,12 @@ class Pair:
 
     @property
     def _fused(self) -> Scores:
-        """What the fused kernel is told; a bias says the rest."""
+        """The rules that the fused kernel is given; a bias does the rest."""
         shifted = self.offset != 0
         return replace(self.rules, causal=False, window=None) if shifted else self.rules
 
     def _bias(self, q_BnhK, k_BmgK, segments) -> tuple[jax.Array, ...]:
-        """(), or that of what is hidden beside the kernel's own mask, [B or 1, 1, n, m]."""
+        """(), or the bias [B or 1, 1, n, m] that hides what the kernel's own mask does not."""
         seen = None
         if self._fused != self.rules:
             shape = q_BnhK.shape[1], k_BmgK.shape[1]
@@ -179,7 +180,7 @@ class Pair:
 
 
 def _cudnn() -> Any:
-    """JAX's functions of cuDNN's attention, of which the public face neither gives the sums in
+    """JAX's functions of cuDNN's attention, whose public interface neither returns the sums in
     float32 nor takes those of other parts."""
     from jax._src.cudnn import fused_attention_stablehlo
 

@@ -1,10 +1,10 @@
-"""Queries, keys and values as a projection gives them, and heads first, as products take them.
+"""Queries, keys and values as a projection gives them, and with heads first, as products take them.
 
 They are (qkv_BSnhK,) with n = 3, (q_BShK, kv_BSngK) with n = 2, or (q_BShK, k_BSgK, v_BSgV), which
-sinks_h may follow (`mtx.layers.sinks`).
+may be followed by sinks_h (`mtx.layers.sinks`).
 
 Legend: B rows · S sequence (T: keys) · h heads of queries · g of keys and values · R = h / g ·
-K head size (V: of values, where it is another)
+K head size (V: of values, if different)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def separate(projected: Projected):
 
 
 def keys_and_values(projected: Projected):
-    """kv_BSngK, n = 2, of one size"""
+    """kv_BSngK, n = 2, both of the same size"""
     if len(projected) == 1:
         return projected[0][:, :, 1:]
     return projected[1] if len(projected) == 2 else jnp.stack(projected[1:3], axis=2)
@@ -40,7 +40,7 @@ def sinks_of(projected: Projected):
 
 
 def heads_first(projected: Projected):
-    """(q_BgRSK, k_BgSK, v_BgSV): one copy here, in place of one for every block and product."""
+    """(q_BgRSK, k_BgSK, v_BgSV): one copy here, instead of one for every block and product."""
     if len(projected) == 1:
         q_BgSK, k_BgSK, v_BgSK = jnp.transpose(projected[0], (2, 0, 3, 1, 4))
         return q_BgSK[:, :, None], k_BgSK, v_BgSK
@@ -74,8 +74,8 @@ def positions_first(a_BgRSK):
 def projected_like(
     projected: Projected, dq_BShK, dk_BSgK, dv_BSgK, logsumexp_Bh, along_Bh
 ) -> Projected:
-    """Gradients in the order and type of what was projected. logsumexp, along: as for
-    `sinks_gradient`, heads as [h] or [g, R]."""
+    """Gradients in the order and type of `projected`. logsumexp, along: as for `sinks_gradient`,
+    with heads as [h] or [g, R]."""
     dq_BShK, dk_BSgK, dv_BSgK = (d.astype(projected[0].dtype) for d in (dq_BShK, dk_BSgK, dv_BSgK))
     if len(projected) == 1:
         return (jnp.stack([dq_BShK, dk_BSgK, dv_BSgK], axis=2),)
@@ -88,6 +88,6 @@ def projected_like(
 def projected_like_blocks(
     projected: Projected, dq_BgRSK, dk_BgKS, dv_BgKS, *sums_BgRS
 ) -> Projected:
-    """The same of gradients as blocks give them."""
+    """`projected_like`, for gradients in the order in which blocks give them."""
     dk_BSgK, dv_BSgK = (jnp.transpose(d, (0, 3, 1, 2)) for d in (dk_BgKS, dv_BgKS))
     return projected_like(projected, positions_first(dq_BgRSK), dk_BSgK, dv_BSgK, *sums_BgRS)

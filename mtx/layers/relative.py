@@ -1,8 +1,8 @@
 """Attention with a bias for each bucket of distances (T5; Raffel et al. 2020, section 2.1), and
-between sequences of two lengths. Scores are not scaled: that is in the initial values.
+between sequences of two lengths. Scores are not scaled: the initial values account for that.
 
-A head has a number for each bucket, which is added to the score of a query and a key that far
-apart. Near distances have a bucket each, farther ones share them by their logarithm.
+A head has one number per bucket, which is added to the score of a query and a key that far apart.
+Near distances have a bucket each; farther ones share buckets by their logarithm.
 
 Legend: B rows · S queries · T keys · b a block of queries · h heads · K head size · N buckets ·
 O = b + T - 1 distances
@@ -23,7 +23,7 @@ from mtx.layers.kernels import query_blocks
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.random import dropout_heads
 
-_HIDDEN = -1e30  # a score that counts for nothing; finite, for a query that sees no key at all
+_HIDDEN = -1e30  # the score of a hidden key; finite, for queries that see no key at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,11 @@ class Relative:
 
     causal: bool  # a position sees none after it, and buckets are those of keys before it
     buckets: int | None = None  # N; None: there is no bias
-    farthest: int = 128  # distances from there on share the last bucket
+    farthest: int = 128  # distances from this one on share the last bucket
 
     def bucket_of(self, distance: np.ndarray) -> np.ndarray:
-        """int32: of keys so far behind their queries, as transformers rounds."""
+        """int32: the bucket of each distance, a key's position minus its query's, rounded as in
+        transformers."""
         assert self.buckets is not None
         buckets, first = self.buckets, np.zeros_like(distance)
         if self.causal:
@@ -50,7 +51,7 @@ class Relative:
         return (first + np.where(distance < near, distance, far)).astype(np.int32)
 
     def bias_of_places(self, bias_Nh, queries_Bt, size: int):
-        """[B, h, t, size] of queries at these places, int32, and keys at 0 to size - 1."""
+        """The bias [B, h, t, size] of queries at these places, int32, and keys at 0 to size - 1."""
         reach = self.farthest
         buckets = jnp.asarray(self.bucket_of(np.arange(-reach, reach + 1)))
         distance = jnp.arange(size) - queries_Bt[..., None]
@@ -59,8 +60,8 @@ class Relative:
     def bias_of_block(self, bias_Nh, first: int, queries: int, keys: int):
         """bias_hbT of a block of queries, the first of them at `first`.
 
-        A row is the one before it, shifted by one distance: laid end to end with one number more
-        each, they are the same row again and again. So neither this nor its gradient gathers."""
+        Each row is the previous one, shifted by one distance: laid end to end with one extra number
+        each, they are one row repeated. So neither this nor its gradient needs a gather."""
         distances = np.arange(queries + keys - 1) - (queries - 1) - first
         one_hot_ON = jnp.asarray(np.eye(len(bias_Nh), dtype=np.float32)[self.bucket_of(distances)])
         row_hO = jnp.einsum("ON,Nh->hO", one_hot_ON, bias_Nh, precision="highest")
@@ -76,7 +77,7 @@ def relative_attention(q_BShK, k_BThK, v_BThK, bias_Nh, seen_BT, rules: Relative
     """softmax(q k^T + bias) v -> [B, S, h, K], in blocks of queries.
 
     bias_Nh float32, or None. seen_BT, bool: the keys that are seen at all; None: all are. Like
-    `blocked_attention` it keeps what it is given, its output and a number a row.
+    `blocked_attention` it keeps its inputs, its output and one number per row.
     """
     return _forward(q_BShK, k_BThK, v_BThK, bias_Nh, seen_BT, rules)[0]
 
@@ -160,8 +161,8 @@ def with_dropout(
     q_BShK, k_BThK, v_BThK, bias_Nh, seen_BT, rules: Relative, *, rate: float, key, samples_B,
     first_head,
 ):  # fmt: skip
-    """`relative_attention` with dropout on its probabilities, all of which are there at once: see
-    `mtx.layers.attend.Drops`."""
+    """`relative_attention` with dropout on its probabilities, all of which are in memory at once:
+    see `mtx.layers.attend.Drops`."""
     q_BhSK, k_BhTK, v_BhTK = _heads_first(q_BShK, k_BThK, v_BThK)
     p_BhST = jax.nn.softmax(scores_of_block(q_BhSK, k_BhTK, bias_Nh, seen_BT, rules, 0), axis=-1)
     at_S, at_T = map(jnp.arange, p_BhST.shape[2:])

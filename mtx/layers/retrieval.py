@@ -1,19 +1,19 @@
-"""Layers that read what was retrieved, as in RETRO (Borgeaud et al. 2022, algorithm 1).
+"""Layers that read retrieved text, as in RETRO (Borgeaud et al. 2022, algorithm 1).
 
-A text is cut into chunks, and for each there are neighbours: texts that begin like it. A small
-encoder reads each neighbour in both directions, and the decoder's state of the chunk that it was
-found for. From then on some of the decoder's layers attend to it: the last position of a chunk,
-and those after it up to the last but one of the next chunk, see the neighbours of that chunk.
+A text is cut into chunks, and each chunk has neighbours: texts that begin like it. A small encoder
+reads each neighbour in both directions, and the decoder's state of the chunk that it was found for.
+From then on some of the decoder's layers attend to the result: the last position of a chunk, and
+those after it up to the last but one of the next chunk, see the neighbours of the former.
 
     chunks        | 0 1 2 3 | 4 5 6 7 | 8 9 10 11 |     positions, chunks of 4
     that attend          [3 4 5 6] [7 8 9 10] [11]      to neighbours of chunk 0, 1, 2
 
-So no position is moved by what was found for a chunk that it is not at the end of, or behind. What
-the encoder makes goes along as a leaf of the stream. Positions turn queries and keys (`rotary`):
-those of a neighbour count from its beginning, which stands where its chunk's does.
+So a position depends on the neighbours of a chunk only if it is the end of that chunk or after it.
+The encoder's output is a leaf of the stream. Queries and keys are rotated by their positions
+(`rotary`): those of a neighbour count from its beginning, which is where its chunk begins.
 
-Of a batch beside tokens, targets and weights: neighbours int32 [B, N], the tokens of the first
-chunk's neighbours one after the other, of the second's, and so on.
+In a batch, besides tokens, targets and weights: neighbours int32 [B, N], the tokens of the first
+chunk's neighbours one after another, then of the second's, and so on.
 
 Legend: B rows · S sequence (s: shard) · C = S / M chunks · M tokens of a chunk · k neighbours of
 one · R tokens of a neighbour · N = C k R (n: shard) · D hidden · E the encoder's hidden · G rows of
@@ -44,26 +44,27 @@ from mtx.sharding.random import fold
 from mtx.sharding.vocab import VOCAB, embed_tokens
 
 NEIGHBOURS = "neighbours"  # the leaf of the stream, e_BnE, and the field of a batch
-_SITE = 2**31 - 3  # of dropout's keys: as the embedding's own of the decoder's tokens
-_ENCODERS = 2**24  # added to a layer's number for random numbers of its encoder's part
+_SITE = 2**31 - 3  # for dropout's keys, like the embedding's _SITE for the decoder's tokens
+_ENCODERS = 2**24  # added to a layer's number for the random numbers of its encoder layer
 _ALL_SEEN = Relative(causal=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """How texts are cut, and what is found for each part."""
+    """How texts are cut into chunks, and how much is retrieved for each."""
 
     chunk: int  # M
     neighbours: int  # k
     retrieved: int  # R
 
     def tokens(self, sequence: int) -> int:
-        """N, of all neighbours of a row."""
+        """N, the tokens of all neighbours of a row."""
         return sequence // self.chunk * self.neighbours * self.retrieved
 
     @property
     def places(self):
-        """int32 [k R]: the places of a chunk's neighbours, each from its own beginning."""
+        """int32 [k R]: the places of the tokens of a chunk's neighbours, each counted from its own
+        beginning."""
         return jnp.tile(jnp.arange(self.retrieved), self.neighbours)
 
 
@@ -72,7 +73,7 @@ class Chunks:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedAttention:
-    """The config of what all attention to and of neighbours has in common."""
+    """The config that all attention to and of neighbours has in common."""
 
     chunks: Chunks
     heads: int  # H
@@ -83,7 +84,7 @@ class ChunkedAttention:
 
 
 class ChunkedAttentionModule(nnx.Module):
-    """qkv and out; where keys are of another leaf q, kv and out. Without biases."""
+    """qkv and out; if keys are of another leaf, q, kv and out. The projections have no biases."""
 
     def __init__(
         self, config: ChunkedAttention, build: Build, rngs: nnx.Rngs, *, keys_of: int | None = None
@@ -130,7 +131,7 @@ class ChunkedAttentionModule(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NeighbourAttention(ChunkedAttention):
-    """The config of a neighbour that sees itself, in both directions."""
+    """The config of a neighbour's attention to itself, in both directions."""
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return NeighbourAttentionModule(self, build, rngs)
@@ -150,7 +151,8 @@ class NeighbourAttentionModule(ChunkedAttentionModule):
 
 @dataclass(frozen=True, kw_only=True)
 class StateAttention(ChunkedAttention):
-    """The config of a neighbour that sees the decoder's state of the chunk it was found for."""
+    """The config of a neighbour's attention to the decoder's state of the chunk that it was found
+    for."""
 
     hidden: int  # D
 
@@ -175,7 +177,7 @@ class StateAttentionModule(ChunkedAttentionModule):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossAttention(ChunkedAttention):
-    """The config of a decoder that sees the neighbours of the chunk before each position."""
+    """The config of a decoder's attention to the neighbours of the chunk before each position."""
 
     encoder_hidden: int  # E
 
@@ -187,7 +189,7 @@ class ChunkedCrossAttentionModule(ChunkedAttentionModule):
     """q, kv, out"""
 
     def __call__(self, x_BsD, e_BnE, context: Context | None = None):
-        """0 at the first M - 1 positions, before the end of the first chunk."""
+        """What is added: 0 at the first M - 1 positions, before the end of the first chunk."""
         chunks = self.config.chunks
         q_BShK, kv_BNphK = self.q(x_BsD), self.kv(e_BnE)
         before = chunks.chunk - 1
@@ -206,7 +208,7 @@ def _in_rows(a_BS, size: int):
 
 
 def _shifted(a_BS, by: int):
-    """What stands at i + by at place i, and zeros where nothing does."""
+    """The array with the values from place i + by at place i, zeros where there are none."""
     nothing = jnp.zeros_like(a_BS[:, : abs(by)])
     parts = (a_BS[:, by:], nothing) if by >= 0 else (nothing, a_BS[:, :by])
     return jnp.concatenate(parts, axis=1)
@@ -217,18 +219,18 @@ def _shifted(a_BS, by: int):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderKind(Kind):
-    """A layer of the encoder: "attention", "state" where it reads the decoder's, and "mlp"."""
+    """A layer of the encoder: "attention", "state" if it reads the decoder's state, and "mlp"."""
 
     hidden: int  # E
-    last: bool = False  # a norm ends the encoder
+    last: bool = False  # the encoder's last norm follows
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
         return EncoderLayer(self, build, rngs)
 
 
 class EncoderLayer(Layer):
-    """As a layer, of the neighbours; state_norm of what it reads of the decoder, end_norm where it
-    is the last."""
+    """A `Layer` for the neighbours, with read_norm of the decoder's state if it reads that, and
+    end_norm if it is the last."""
 
     def __init__(self, kind: EncoderKind, build: Build, rngs: nnx.Rngs):
         super().__init__(kind, replace(build, hidden=kind.hidden), rngs)
@@ -240,7 +242,7 @@ class EncoderLayer(Layer):
 
     def __call__(self, stream: Stream, context: Context | None = None, cache: Any = None):
         """The neighbours after the layer, e_BnE."""
-        if context is not None:  # random numbers of its own, beside the decoder's of this layer
+        if context is not None:  # random numbers other than the decoder's of this layer
             context = context._replace(layer=context.layer + _ENCODERS)
         state_BsD = self.read_norm(stream["x"]) if self.reads else None
 
@@ -255,7 +257,8 @@ class EncoderLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class RetroKind(Kind):
-    """A layer of the decoder, which may read neighbours ("cross"), and then one of the encoder."""
+    """A layer of the decoder, which may read neighbours ("cross"), and then one of the encoder, if
+    `encoder` is given."""
 
     encoder: EncoderKind | None = None
 
@@ -264,7 +267,7 @@ class RetroKind(Kind):
 
 
 class RetroLayer(Layer):
-    """As a layer, and encoder."""
+    """A `Layer` of the decoder, and encoder, if there is one."""
 
     def __init__(self, kind: RetroKind, build: Build, rngs: nnx.Rngs):
         super().__init__(kind, build, rngs)
@@ -287,16 +290,16 @@ class RetroLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class RetroEmbedding(Embedding):
-    """The config of an embedding of tokens, and of those of neighbours."""
+    """The config of an embedding of tokens, and of the tokens of neighbours."""
 
-    encoder_hidden: int  # E; where it is D the table is the same
+    encoder_hidden: int  # E; if it is D, both use the same table
 
     def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
         return RetroEmbeddingModule(self, build, rows, rngs)
 
 
 class RetroEmbeddingModule(EmbeddingModule):
-    """tokens [V, D], and neighbours [V, E] where E is not D"""
+    """tokens [V, D], and neighbours [V, E] if E is not D"""
 
     def __init__(self, config: RetroEmbedding, build: Build, rows: int, rngs: nnx.Rngs):
         super().__init__(config, build, rows, rngs)
@@ -308,7 +311,7 @@ class RetroEmbeddingModule(EmbeddingModule):
             self.neighbours = parameter(table, spec=P(VOCAB, None), role="embedding", dims=dims)
 
     def leaves(self, batch, context: Context | None = None) -> Stream:
-        """What the stream has beside the decoder's x."""
+        """The stream's leaves besides the decoder's x."""
         table_vE = self.tokens[...] if self.shares else self.neighbours[...]
         e_BnE = embed_tokens(table_vE, batch[NEIGHBOURS], self.axes)
         return {NEIGHBOURS: dropout(e_BnE, self.config.dropout, self.axes, context, _SITE)}
@@ -316,7 +319,7 @@ class RetroEmbeddingModule(EmbeddingModule):
 
 @dataclass(frozen=True, kw_only=True)
 class RetroHead(NextToken):
-    """The config of a head that predicts the next token, of batches with neighbours."""
+    """The config of a head that predicts the next token, for batches with neighbours."""
 
     chunks: Chunks
 

@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021): each pair of a head's numbers is turned by an angle that grows
-with the position. Pairs are (k, k + K/2), as in Hugging Face's Llama, or neighbours.
+"""Rotary positions (Su et al. 2021): each pair of a head's numbers is rotated by an angle that
+grows with the position. Pairs are (k, k + K/2), as in Hugging Face's Llama, or neighbours.
 
 Legend: B rows · S sequence · h heads · K head size
 """
@@ -20,15 +20,15 @@ Scaling = Literal["none", "linear", "llama3", "yarn", "dynamic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How fast heads are turned.
+    """How fast heads are rotated.
 
     For texts that are `factor` times longer than those of the first training, "linear" (Chen et al.
-    2023) turns every pair that much slower; "llama3" (Llama 3.1) only those that turn less than
-    `low` times in `original` positions, leaves alone those that turn `high` times or more, and
-    goes evenly from one to the other in between. "yarn" (Peng et al. 2023) does so too, evenly by
-    the number of the pair, and multiplies cosine and sine by `scale`. "dynamic" (NTK, for a
-    `sequence` above the original) raises the base, so that the slowest pair alone turns as much
-    slower as the sequence is longer.
+    2023) rotates every pair that many times slower. "llama3" (Llama 3.1) does so only for pairs
+    that turn less than `low` times in `original` positions, leaves pairs that turn `high` times or
+    more as they are, and interpolates linearly in between. "yarn" (Peng et al. 2023) does the same,
+    but interpolates by the pair's number, and multiplies cosine and sine by `scale`. "dynamic"
+    (NTK, for a `sequence` above the original) raises the base, so that only the slowest pair is
+    slowed down by as much as the sequence is longer.
     """
 
     base: float
@@ -37,21 +37,21 @@ class Rotary:
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
-    sequence: int | None = None  # "dynamic": of all texts, whatever their own length
-    truncate: bool = True  # "yarn": the first and the last pair of those in between are whole
+    sequence: int | None = None  # "dynamic": used for all texts, whatever their own length
+    truncate: bool = True  # "yarn": the range in between begins and ends at whole pairs
     scale: float | None = None  # "yarn": of cosine and sine; None: 0.1 ln(factor) + 1
-    part: float = 1.0  # of a head's numbers, the first ones, that are turned
+    part: float = 1.0  # the fraction of a head's numbers, the first ones, that is rotated
     neighbours: bool = False  # pairs are (2k, 2k + 1), as in the paper and DeepSeek's models
 
     @property
     def amplitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor by which cosine and sine are multiplied."""
         if self.scaling != "yarn":
             return 1.0
         return yarn_scale(self.factor) if self.scale is None else self.scale
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Radians a position of each pair of a head of that size, float64 [K/2]."""
+        """Radians per position of each pair of a head of that size, float64 [K/2]."""
         turning = self._base(size) ** -(np.arange(0, size, 2) / size)
         if self.scaling in ("none", "dynamic"):
             return turning
@@ -72,10 +72,12 @@ class Rotary:
         return self.base * (self.factor * longer - (self.factor - 1)) ** (size / (size - 2))
 
     def _kept_by_yarn(self, size: int) -> np.ndarray:
-        """How much of each pair's frequency is: 1 above, 0 below what is to be slowed."""
+        """The share of each pair's own frequency: 1 for pairs that are left as they are, 0 for
+        those that are slowed down in full."""
 
         def pair(turns: float) -> float:
-            """The one that turns so often in `original` positions, which may be a fraction."""
+            """The number, maybe a fraction, of the pair that turns that often in `original`
+            positions."""
             return size * math.log(self.original / (turns * 2 * math.pi)) / 2 / math.log(self.base)
 
         first, last = pair(self.high), pair(self.low)
@@ -87,13 +89,13 @@ class Rotary:
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """Peng et al.'s root of 1/t, for texts that are `factor` times longer."""
+    """Peng et al.'s square root of 1/t, for texts that are `factor` times longer."""
     return 0.1 * weight * math.log(factor) + 1
 
 
 @custom_vjp(2)
 def rotate(x_BShK, positions_S, rotary: Rotary):
-    """x turned by its positions, int32 [S] or [B, S], and scaled; in float32, x's dtype out. Keeps
+    """x rotated by its positions, int32 [S] or [B, S], and scaled; in float32, x's dtype out. Keeps
     only the positions."""
     return _turn(x_BShK, positions_S, rotary, 1)
 
@@ -116,7 +118,7 @@ def _turn(x_BShK, positions_S, rotary, sign):
 
 
 def _pairs(x_BShK, rotary):
-    """The first and the second of each."""
+    """The first and the second number of each pair."""
     if rotary.neighbours:
         return x_BShK[..., 0::2], x_BShK[..., 1::2]
     return jnp.split(x_BShK, 2, axis=-1)

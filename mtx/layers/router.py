@@ -1,20 +1,20 @@
 """The router of a mixture of experts: which experts a token goes to, how much each counts, and what
 keeps them evenly loaded. In float32 throughout.
 
-Everything is a sum over tokens or over sequences, so that no layout changes it. Three things hold
-experts in balance, alone or together:
+Everything is a sum over tokens or over sequences, so that no layout changes it. Three mechanisms
+balance the experts, alone or together:
 
 - "batch" auxiliary loss (Shazeer et al. 2017; Switch, Fedus et al. 2021, equation 4), E sum_e f_e
   P_e with P the mean probability over the global batch. f, how often an expert was chosen, has no
-  gradient; it is that of the whole batch of the step before, since a pipeline's first microbatches
-  are through before its last ones have come. In the first step it is even.
+  gradient; it is that of the previous step's whole batch, since a pipeline's first microbatches
+  are finished before its last ones begin. In the first step it is uniform.
 - "sequence" auxiliary loss: f and P of each sequence by itself (DeepSeek-V3, equations 17 to 20).
-  f counts the k best scores there, which neither groups nor the balance bias have a part in.
-- a balance bias (DeepSeek-V3, section 2.1.2), which is added to the scores for the choice alone,
-  and moved once a step by what the whole batch has chosen.
+  f counts the k best scores, regardless of groups and of the balance bias.
+- a balance bias (DeepSeek-V3, section 2.1.2), which is added to the scores for the choice only,
+  and updated once per step from the choices of the whole batch.
 
-Choices are counted where the loss looks, as the cotangents of the states `load` and `balance`: they
-are summed with the gradients.
+Choices are counted for tokens that count in the loss, as the cotangents of the states `load` and
+`balance`, so that they are summed with the gradients.
 
 Legend: B rows · S sequence (s: shard) · D hidden · E experts · k choices of a token · G groups
 """
@@ -53,18 +53,19 @@ class Router:
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True  # a token's gates add up to `scale`
     scale: float = 1.0  # of the gates
-    groups: int = 1  # G; a token's experts are of the `top_groups` whose two best scores are most
+    # G; a token's experts are in the `top_groups` groups whose two best scores have the highest sum
+    groups: int = 1
     top_groups: int = 1
     bias: bool = False  # of the logits
     aux: AuxLoss = "batch"
     aux_weight: float = 0.0
     z_weight: float = 0.0  # of the mean of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022)
-    # None: no balance bias; else by how much a step moves it. 0: it stays as it is
+    # None: no balance bias. Otherwise how far a step moves it; 0: it stays as it is
     balance_rate: float | None = None
-    # None: every choice counts. Else of an expert's choices of a sequence so many, this times its
-    # even share, and no more (GShard, Lepikhin et al. 2020)
+    # None: every choice counts. Otherwise an expert takes at most this times its even share of a
+    # sequence's choices (GShard, Lepikhin et al. 2020)
     capacity: float | None = None
-    # which ones: the first; or those with the highest gates, which depends on later positions
+    # which it takes: the first, or those with the highest gates, which depends on later positions
     keeps: Keeps = "first"
 
     def module(self, build: Build, rngs: nnx.Rngs) -> RouterModule:
@@ -113,7 +114,7 @@ def gates_of(scores_nE, ids_nk, router: Router):
 
 
 def count(ids_nk, experts: int, counted_n=None):
-    """float32 [E]: how often each was chosen, by the tokens that are counted."""
+    """float32 [E]: how often each expert was chosen by the tokens that are counted."""
     chosen = ids_nk[..., None] == jnp.arange(experts)
     if counted_n is not None:
         chosen &= counted_n[..., None, None]
@@ -121,7 +122,7 @@ def count(ids_nk, experts: int, counted_n=None):
 
 
 def aux_losses(probabilities_nE, share_E, weight: float):
-    """float32 [n]: each token's part of weight * E sum_e f_e P_e, whose mean over tokens is it;
+    """float32 [n]: each token's part of weight * E sum_e f_e P_e, which is their mean over tokens.
     share_E (or [n, E]): f, the share of each expert in all choices."""
     experts = probabilities_nE.shape[-1]
     return weight * experts * (lax.stop_gradient(share_E) * probabilities_nE).sum(axis=-1)
@@ -134,8 +135,8 @@ def z_losses(logits_nE, weight: float):
 
 @custom_vjp()
 def counting(aux_n, states, ids_nk):
-    """aux_n as it is. Backward: the cotangent of each of `states` [E] is how often its expert was
-    chosen, by the tokens that aux_n's gradient is not zero of."""
+    """aux_n unchanged. Backward: the cotangent of each of `states` [E] is how often each expert was
+    chosen by tokens for which the gradient of aux_n is not zero."""
     return aux_n
 
 
@@ -154,12 +155,12 @@ counting.defvjp(
 
 
 def _latest(_, counts):
-    """The rule of `load`: what the last step has counted."""
+    """The rule of `load`: the counts of the last step."""
     return counts
 
 
 class RouterModule(nnx.Module):
-    """w [D, E], bias [E]; states: load [E], how often experts were chosen in the step before, and
+    """w [D, E], bias [E]; states: load [E], how often experts were chosen in the previous step, and
     balance [E]."""
 
     def __init__(self, config: Router, build: Build, rngs: nnx.Rngs):
@@ -176,8 +177,8 @@ class RouterModule(nnx.Module):
             self.balance = parameter(zeros, role="state", rule=rule, **each)
 
     def __call__(self, x_BsD, context: Context | None = None):
-        """(ids int32 [B, s, k], gates float32 [B, s, k], auxiliary losses float32 [B, s]); for a
-        choice that is dropped the id E and the gate 0."""
+        """(ids int32 [B, s, k], gates float32 [B, s, k], auxiliary losses float32 [B, s]); a
+        dropped choice has the id E and the gate 0."""
         config, balances = self.config, self.config.balance_rate is not None
         logits = jnp.matmul(x_BsD.astype(jnp.float32), self.w[...], precision="highest")
         if config.bias:
@@ -190,7 +191,7 @@ class RouterModule(nnx.Module):
         balance_E = self.balance[...] if balances else None
         ids_nk = choose(lax.stop_gradient(scores_nE), balance_E, config)
         if context is not None and context.busy is not None:
-            # What an idle stage computes is thrown away; let it take as long as any other.
+            # The results of an idle stage are thrown away; make it take as long as any other.
             ids_nk = jnp.where(context.busy, ids_nk, _in_turn(ids_nk, config.experts))
         gates_nk = gates_of(scores_nE, ids_nk, config)
         rows = x_BsD.shape[:2]
@@ -232,8 +233,8 @@ class RouterModule(nnx.Module):
         return self.axes.tensor if self.axes.sequence_parallel else None
 
     def _kept(self, ids_Bsk, gates_Bsk):
-        """bool [B, s, k]: which choices are within their expert's capacity, by the order of
-        positions in the whole sequence, at a position the better first; or by their gates."""
+        """bool [B, s, k]: which choices are within their expert's capacity, in the order of
+        positions in the whole sequence, the better ones of a position first; or of their gates."""
         config = self.config
         whole = self._whole(ids_Bsk)
         room = math.ceil((config.capacity or 0) * whole.shape[1] * config.choices / config.experts)
@@ -256,7 +257,7 @@ class RouterModule(nnx.Module):
 
 
 def own_positions(whole_BS, own: int, axes: Axes):
-    """This device's positions of what stands at all of them."""
+    """This device's positions of an array that has all of them."""
     if axes.context is None and not axes.sequence_parallel:
         return whole_BS
     at_s = places_of(whole_BS[:, :own], axes, None)
@@ -264,15 +265,15 @@ def own_positions(whole_BS, own: int, axes: Axes):
 
 
 def _in_turn(ids_nk, experts: int):
-    """As many choices of every expert."""
+    """Choices of all experts in turn, so that each is chosen equally often."""
     numbers = jnp.arange(ids_nk.size, dtype=jnp.int32).reshape(ids_nk.shape)
     return numbers % experts
 
 
 @dataclass(frozen=True)
 class _Balance:
-    """The rule of a balance bias: up by `rate` where an expert was chosen less than the mean, down
-    where it was more."""
+    """The rule of a balance bias: up by `rate` if an expert was chosen less often than the mean,
+    down if more often."""
 
     rate: float
 

@@ -3,13 +3,13 @@
     h <- exp(a) h + dt x B',   y = h C
 
 in chunks of positions, by matmuls. Within a chunk it is attention with scores C B' that decay; what
-a chunk adds to the state goes from chunk to chunk.
+each chunk adds to the state is carried from chunk to chunk.
 
 Over `context` a device has two spans of a sequence, an early and a late one
-(`mtx.sharding.sequence`), and otherwise one. What a span adds to the state, and how far it decays
-it, goes to all devices, each of which finds what its own spans begin with.
+(`mtx.sharding.sequence`), and otherwise one. What a span adds to the state, and how much it decays
+it, is sent to all devices, each of which computes the states that its own spans begin with.
 
-Decays are float32, and so are sums; a document that ends keeps its state from the next.
+Decays and sums are float32. The state is not carried from one document to the next.
 
 Legend: B rows · p spans of S positions · n chunks of Q positions that read, or T that are read ·
 g groups of R heads that share B and C · K head size · N state size · i, j boundaries of chunks
@@ -35,7 +35,7 @@ class Spans:
     """The parts of its sequences that a device has."""
 
     axes: Axes
-    segments_BS: jax.Array | None  # int32, rising: the documents of a row; None: one
+    segments_BS: jax.Array | None  # int32, ascending: the documents of a row; None: there is one
 
     @property
     def count(self) -> int:
@@ -47,23 +47,23 @@ class Spans:
         return a_BS.reshape(a_BS.shape[0], self.count, -1, *a_BS.shape[2:])
 
     def before(self, ends_Bp):
-        """What stands at the end of the span before each; 0 before the first."""
+        """For each own span, what `ends_Bp` has for the span before it; 0 before the first."""
         if self.axes.context is None:
             return jnp.zeros_like(ends_Bp)
         all_ends = whole_sequence(ends_Bp, self.axes)
         return self.own(jnp.concatenate([jnp.zeros_like(all_ends[:, :1]), all_ends[:, :-1]], 1))
 
     def own(self, all_Bp):
-        """This device's, of what all spans have, in the order of positions."""
+        """This device's entries of an array of all spans in the order of positions."""
         return jnp.take(all_Bp, places(self.count, self.axes), axis=1)
 
     def of_last(self, a):
-        """On all devices, what the one has whose second span is the sequence's last: the first."""
+        """On all devices, what the first device has, whose second span is the sequence's last."""
         axis = self.axes.context
         return a if axis is None else broadcast_from(a, lax.axis_index(axis) == 0, axis)
 
     def at(self, a_BS, places_Bw):
-        """On all devices, what stands at places of the whole sequence; 0 below its first."""
+        """On all devices, the values at places of the whole sequence; 0 at places below 0."""
         here_BwS = places_Bw[..., None] == places(a_BS.shape[1], self.axes)
         found_Bw = jnp.einsum(
             "BwS,BS...->Bw...", here_BwS.astype(a_BS.dtype), a_BS, precision=lax.Precision.HIGHEST
@@ -72,7 +72,7 @@ class Spans:
 
     @cached_property
     def documents_BpS(self):
-        """Segments that are above 0."""
+        """Segments plus 1, so that all are above 0."""
         return None if self.segments_BS is None else self.cut(self.segments_BS) + 1
 
 
@@ -98,14 +98,14 @@ def convolve(a_BpS, before_Bpw, kernel_W, bias, spans: Spans):
 def ssd(x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, start_BgRKN, *, chunk: int, spans: Spans):
     """(y_BpSgRK, the state after the last span, [B, g, R, K, N]), float32.
 
-    dt float32, not below 0: 0 leaves the state as it is; a below 0. start: the state before the
-    first span, or None. chunk: Q, at most.
+    dt: float32, at least 0; 0 leaves the state as it is. a: below 0. start: the state before the
+    first span, or None. chunk: the largest Q.
     """
     size = x_BpSgRK.shape[2]
     chunk = min(chunk, size)
 
     def chunks(a_BpS):
-        """[B, p, n, Q, ...], with zeros behind the last"""
+        """[B, p, n, Q, ...], padded with zeros at the end"""
         padding = ((0, 0), (0, 0), (0, -size % chunk)) + ((0, 0),) * (a_BpS.ndim - 3)
         padded = jnp.pad(a_BpS, padding)
         return padded.reshape(*padded.shape[:2], -1, chunk, *padded.shape[3:])
@@ -131,7 +131,7 @@ def ssd(x_BpSgRK, dt_BpSgR, a_gR, b_BpSgN, c_BpSgN, start_BgRKN, *, chunk: int, 
 
 
 def within(x, dt_BpnTgR, sums_BpnQgR, b, c, documents: Documents | None):
-    """What the positions of a chunk read of one another, [B, p, n, Q, g, R, K] in float32."""
+    """What positions read of others in the same chunk, [B, p, n, Q, g, R, K] in float32."""
     scores_BpngQT = product("BpnQgN,BpnTgN->BpngQT", c, b)
     sums_BpngRQ, dt_BpngRT = (jnp.moveaxis(a, 3, -1) for a in (sums_BpnQgR, dt_BpnTgR))
     positions = jnp.arange(x.shape[3])
@@ -168,12 +168,12 @@ def carried(added_BpngRKN, last_BpngR, start_BgRKN, documents: Documents | None,
 
 
 def decays(last_BpngR, ends_Bpi):
-    """How much of what stands at boundary j is left at boundary i, [B, p, i, j, g, R]: none of a
-    later one, nor of another document. Sums are of those between alone: of long sequences the
-    difference of two sums would be lost in them."""
+    """How much of the state at boundary j is left at boundary i, [B, p, i, j, g, R]: 0 if j is
+    later, or in another document. Only the chunks in between are summed, because over long
+    sequences the difference of two cumulative sums would be lost in rounding."""
     boundaries = jnp.arange(last_BpngR.shape[2] + 1)
     rising = boundaries[:, None] >= boundaries
-    after = rising[:-1, :, None, None]  # [n, j]: whether chunk n lies behind boundary j
+    after = rising[:-1, :, None, None]  # [n, j]: whether chunk n is after boundary j
     sums = jnp.cumsum(jnp.where(after, last_BpngR[:, :, :, None], 0), axis=2)
     sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0), (0, 0)))
     if ends_Bpi is not None:
@@ -192,14 +192,14 @@ def _sum(decay_BpijgR, added_BpjgRKN):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Which positions of a chunk are of one document."""
+    """Which positions of a chunk belong to the same document."""
 
     numbers_BpnQ: jax.Array
-    ends_Bpi: jax.Array  # of the last position before each boundary of chunks
+    ends_Bpi: jax.Array  # the number at the last position before each boundary of chunks
 
     @classmethod
     def of(cls, spans: Spans, chunks) -> Documents | None:
-        """None: of a row all are. Padding is of the last."""
+        """None if each row is one document. Padding belongs to the last document."""
         documents = spans.documents_BpS
         if documents is None:
             return None
@@ -218,10 +218,10 @@ class Documents:
 
     @property
     def to_the_end(self):
-        """[B, p, n, T]: of the document that the chunk ends with."""
+        """[B, p, n, T]: whether a position is in the document that its chunk ends with."""
         return self.numbers_BpnQ == self.ends_Bpi[..., 1:, None]
 
     @property
     def from_before(self):
-        """[B, p, n, Q]: of the document that the chunk before it ends with."""
+        """[B, p, n, Q]: whether a position is in the document that the chunk before ends with."""
         return self.numbers_BpnQ == self.ends_Bpi[..., :-1, None]

@@ -1,20 +1,20 @@
-"""A vision transformer (Dosovitskiy et al. 2021), as CLIP has it (Radford et al. 2021), and the
-projector that puts what it sees among a decoder's tokens (LLaVA: Liu et al. 2023a, 2023b).
+"""A vision transformer (Dosovitskiy et al. 2021), as in CLIP (Radford et al. 2021), and the
+projector that puts its output among a decoder's tokens (LLaVA: Liu et al. 2023a, 2023b).
 
-Its layers move a leaf of the stream of their own, before the decoder's first layer: so it runs on
-the first stages. It is never trained: it has no gradient, and its layers nothing that waits for a
-backward pass. The projector is a layer of its own behind them: of images to the decoder's size, and
-into the places of tokens that stand for them.
+Its layers update their own leaf of the stream, before the decoder's first layer, so it runs on the
+first stages. It is never trained: it has no gradient, and its layers keep nothing for a backward
+pass. The projector is a separate layer after them: it maps images to the decoder's size and puts
+them in the places of the tokens that stand for them.
 
-Of a batch: pixels uint8 [B, I, height, width, 3]; patches int32 [B, S], which of the row's I * N
-patches stands at a position, -1 where a token does. Without pixels there are texts alone.
+In a batch: pixels uint8 [B, I, height, width, 3]; patches int32 [B, S], which of the row's I * N
+patches is at a position, or -1 for a token. Without pixels there is only text.
 
-Where `tensor` splits activations over the sequence, an image's positions are filled up to a
-multiple of it, by such as no other sees.
+If `tensor` splits activations over the sequence, an image's positions are padded to a multiple of
+it, with positions that no other one sees.
 
 Legend: B rows · I images of a row · N patches of an image · P its positions: a class token, the
-patches, and what fills them up (p: shard) · E size of the vision transformer · D hidden of the
-decoder · S the decoder's sequence (s: shard) · h, w pixels of a patch's side
+patches, and the padding (p: shard) · E size of the vision transformer · D hidden of the decoder ·
+S the decoder's sequence (s: shard) · h, w pixels of a patch's side
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mtx.sharding.parameter import parameter
 from mtx.sharding.random import normal
 
 IMAGE = "image"  # the leaf of the stream: [B, p, I, E]
-# Of red, green and blue in [0, 1], as CLIP's processor norms them.
+# For red, green and blue in [0, 1], as CLIP's processor norms them.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 Projection = Literal["mlp", "linear"]
 Tree = Any
@@ -69,7 +69,7 @@ class Images:
         return -(-(self.patches + 1) // shards) * shards
 
     def fields(self, rows: int, sequence: int) -> Fields:
-        """Of a batch."""
+        """The fields of a batch that are about images."""
         pixels = rows, self.count, self.side, self.side, 3
         return {
             "pixels": jax.ShapeDtypeStruct(pixels, jnp.uint8),
@@ -110,7 +110,7 @@ class VisionEmbedding(nnx.Module):
         return jnp.where(places_p11 <= last, self.norm(x_BpIE), 0)
 
     def _patches(self, pixels):
-        """The normed pixels of each place, [B, P, I, 3 h w]: nothing but of patches."""
+        """The normed pixels of each place, [B, P, I, 3 h w]; 0 at places other than patches."""
         images, (rows, count) = self.images, pixels.shape[:2]
         across = images.side // images.patch
         cut = normed_pixels(pixels).reshape(
@@ -129,7 +129,7 @@ def normed_pixels(pixels):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionKind(Kind):
-    """A layer of the vision transformer, of sublayers that may look at other positions."""
+    """A layer of the vision transformer, whose sublayers may look at other positions."""
 
     images: Images
 
@@ -137,7 +137,7 @@ class VisionKind(Kind):
         return VisionLayer(self, self._own(build), rngs)
 
     def _own(self, build: Build) -> Build:
-        """Without adapters, and whole on each device of `context`."""
+        """The build without adapters, and whole on each device of `context`."""
         axes = replace(build.axes, context=None, context_shards=1)
         return replace(build, hidden=self.images.size, axes=axes, adapters=None)
 
@@ -146,7 +146,7 @@ class VisionKind(Kind):
 
 
 class VisionLayer(Layer):
-    """As a layer."""
+    """A `Layer` for images."""
 
     kind: VisionKind
 
@@ -155,7 +155,7 @@ class VisionLayer(Layer):
             return stream
         x_BpIE = lax.stop_gradient(stream[IMAGE])
         rows, positions, count, size = x_BpIE.shape
-        # Of each image a row of its own.
+        # Each image is a row of its own.
         x_GpE = jnp.swapaxes(x_BpIE, 1, 2).reshape(-1, positions, size)
         own = self._context(len(x_GpE))
         x_GpE = self._applied({"x": x_GpE}, own, lambda name, module, h: module(h, own))["x"]
@@ -163,11 +163,12 @@ class VisionLayer(Layer):
         return stream | {IMAGE: jnp.swapaxes(x_BIpE, 1, 2)}
 
     def of_text(self, stream: Stream, context: Context | None, keep: Keep) -> Stream:
-        """The first pass has the images, later ones do without."""
+        """The first pass has the images; later ones do not, and change nothing."""
         return self(stream, context)
 
     def _context(self, rows: int) -> Context | None:
-        """That no position sees those behind the patches; None where there are none."""
+        """A context that hides the positions after the patches from all others; None if there are
+        none."""
         places, last = np.arange(self.kind.images.positions(self.axes)), self.kind.images.patches
         if places[-1] == last:
             return None
@@ -178,7 +179,7 @@ class VisionLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadKind(VisionKind):
-    """A layer behind the one whose output is read: it is kept, as part of the model that it came
+    """A layer after the one whose output is read: it is kept, as part of the model that it came
     with, and computes nothing."""
 
     def module(self, build: Build, rngs: nnx.Rngs) -> nnx.Module:
@@ -186,7 +187,7 @@ class UnreadKind(VisionKind):
 
 
 class UnreadLayer(VisionLayer):
-    """As a layer."""
+    """A `VisionLayer` that is not applied."""
 
     def __call__(self, stream: Stream, context: Context | None = None, cache: Tree = None):
         return stream
@@ -241,7 +242,7 @@ class Projector(nnx.Module):
         return self(stream, context)
 
     def _features(self, x_BpIE, split: str | None):
-        """[B, I N, D] of the row's patches, on every device"""
+        """[B, I N, D]: features of the row's patches, on every device"""
         rows, positions, count, size = x_BpIE.shape
         x_GpE = jnp.swapaxes(x_BpIE, 1, 2).reshape(-1, positions, size)
         if self.kind.projection == "linear":
@@ -264,14 +265,14 @@ class ImageEmbedding(Embedding):
 
 
 class ImageEmbeddingModule(EmbeddingModule):
-    """As an embedding, and vision"""
+    """As `EmbeddingModule`, and vision"""
 
     def __init__(self, config: ImageEmbedding, build: Build, rows: int, rngs: nnx.Rngs):
         super().__init__(config, build, rows, rngs)
         self.vision = VisionEmbedding(config.images, config.vision_norm, build, rngs)
 
     def leaves(self, batch, context: Context | None = None) -> Stream:
-        """What the stream has beside the decoder's x."""
+        """The stream's leaves besides the decoder's x."""
         if "pixels" not in batch:
             return {}
         return {IMAGE: lax.stop_gradient(self.vision(batch["pixels"]))}

@@ -30,7 +30,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Those of a device or of a chunk."""
+    """Queries of a device or of a chunk, and the segments of their positions."""
 
     q: jax.Array  # [B, n, h, K]
     segments: jax.Array | None  # int32 [B, n]
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What queries have got of all keys, and the gradient of it."""
+    """The output of queries for all their keys, and its gradient."""
 
     whole: Part
     gradient: jax.Array  # [B, n, h, K]
@@ -51,7 +51,7 @@ def way_of(
     rules: Scores, kernel: AttentionKernel, ring: Ring | None, gathers: bool, positions: int,
     drops: Drops | None,
 ) -> Way:  # fmt: skip
-    """How they meet; positions: of a device."""
+    """The way in which queries and keys meet; positions: how many a device has."""
     common: Any = {
         "rules": rules, "kernel": kernel, "ring": ring, "gathers": gathers, "drops": drops
     }  # fmt: skip
@@ -76,12 +76,12 @@ class Way:
 
     @property
     def _own(self) -> Pair:
-        """Queries and keys of the same positions."""
+        """A pair of queries and keys of the same positions."""
         return Pair(rules=self.rules, kernel=self.kernel, drops=self.drops)
 
     @property
     def _all(self) -> Pair:
-        """Queries that see all of some keys."""
+        """A pair whose queries see all its keys."""
         return replace(self._own, rules=replace(self.rules, causal=False, window=None))
 
     def _go(self, own: Keys, state, body):
@@ -89,7 +89,7 @@ class Way:
         return go(own, state, body)
 
     def _go_and_add(self, own: Keys, state, body):
-        """The sums are those of k and v."""
+        """(the state, the sums of the gradients of k and v)"""
         ring = self.ring
         return (ring.through_all_and_add if self.gathers else ring.go_round_and_add)(
             own, state, body
@@ -104,7 +104,7 @@ class Way:
 
 
 class Alone(Way):
-    """One device has all of them."""
+    """One device has all queries and keys."""
 
     def forward(self, queries: Queries, keys: Keys) -> Part:
         return _forward_of(self._own, queries, keys)
@@ -134,17 +134,17 @@ class AllSeen(Way):
 
 
 class Causal(Way):
-    """No query sees a key of a later position. Of two devices the one with the later first chunk
-    has the earlier second chunk: its second queries see the other's first chunk, and else either
-    its first queries see that one too, or its second queries the other's second chunk. So every
-    meeting is two pairs of chunks, for every device."""
+    """No query sees a key of a later position. Of two devices, the one with the later first chunk
+    has the earlier second chunk. A device's second queries always see the other's first chunk;
+    besides, either its first queries see that chunk too, or its second queries see the other's
+    second chunk. So every meeting is two pairs of chunks, for every device."""
 
     def forward(self, queries: Queries, keys: Keys) -> Part:
         first, second = _halves(queries)
 
         def meet(i, keys, parts):
             theirs, later = _halves(keys)
-            before = i <= self.ring.index  # their first chunk
+            before = i <= self.ring.index  # whether their first chunk is before ours
             of_second = merge(parts[1], _forward_of(self._all, second, theirs))
             part = _forward_of(
                 self._all, _either(before, first, second), _either(before, theirs, later)
@@ -193,8 +193,8 @@ class Causal(Way):
 
 
 class Windowed(Way):
-    """A chunk of queries sees its own keys, and those of so many chunks before it as the window
-    reaches back."""
+    """A chunk of queries sees its own keys, and those of as many chunks before it as the window
+    spans."""
 
     def _reach(self, chunk: int) -> int:
         chunks, window = 2 * self.ring.size, self.rules.window or 1
@@ -226,7 +226,7 @@ class Windowed(Way):
         return [[back(mine, by) for by in range(1, reach + 1)] for mine in (0, 1)]
 
     def _there(self, mine: int, by: int):
-        """Whether there is a chunk so many before this device's."""
+        """Whether there is a chunk `by` chunks before this device's."""
         number = (self.ring.index, 2 * self.ring.size - 1 - self.ring.index)[mine]
         return number >= by
 
@@ -271,11 +271,11 @@ class Windowed(Way):
         return jnp.concatenate(dq, axis=1), dk, dv
 
 
-# -- parts of them ---------------------------------------------------------------------------------
+# -- chunks and pairs ------------------------------------------------------------------------------
 
 
 def _halves(tree):
-    """Both chunks of what has positions in dim 1."""
+    """Both chunks of a tree whose arrays have positions in dim 1."""
     halves = [jax.tree.map(lambda a, n=n: jnp.split(a, 2, axis=1)[n], tree) for n in (0, 1)]
     return tuple(halves)
 
@@ -322,7 +322,7 @@ def _segments(queries: Queries, keys: Keys):
 
 
 def _meet(of_queries_Bn, of_keys_Bm):
-    """Whether any query and key can be of one segment: where not, they have no work. Segments of a
+    """Whether any query and key can be of the same segment; if not, there is no work. Segments of a
     row are numbered in order."""
     lowest = of_queries_Bn.min(axis=1) <= of_keys_Bm.max(axis=1)
     highest = of_keys_Bm.min(axis=1) <= of_queries_Bn.max(axis=1)

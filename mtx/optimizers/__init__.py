@@ -1,14 +1,14 @@
-"""Optimizers, a file each, whose name is the optimizer's. A file says
+"""Optimizers, one per file, each named after its file. A file defines
 
-    STATES    int: the arrays like a parameter that it keeps, float32
-    DEFAULTS  of those of b1, b2 and epsilon that it has
+    STATES    int: how many float32 arrays like a parameter the optimizer keeps
+    DEFAULTS  the default values of those of b1, b2 and epsilon that it has
     make      (rate, *, weight_decay, mask, **DEFAULTS) -> optax.GradientTransformation
 
-rate: step -> learning rate. mask: params -> tree of bool, those that decay. Each device updates its
-shards of the masters by itself: an update that is not elementwise, or that takes a number from an
-array's sizes, or a state that is not float32 or of other shapes than the parameters', is refused
-(`mtx.step.optimizer`). Clipping, the loss scale and steps that are not finite are the step's, for
-all of them.
+rate: step -> learning rate. mask: params -> tree of bool, True for those that decay. Each device
+updates its own shards of the masters: an update that is not elementwise or that depends on the
+sizes of arrays, and a state that is not float32 or not of the parameters' shapes, are refused
+(`mtx.step.optimizer`). Clipping, the loss scale and the handling of non-finite steps belong to the
+step, for all optimizers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def optimizer_module(name: str) -> ModuleType:
-    """The file of one of `NAMES`; UserError where it leaves something out, or where `make` takes
-    other options."""
+    """The module of one of `NAMES`. UserError if it leaves something out, or if `make` takes other
+    options."""
     module = importlib.import_module(f"{__name__}.{name}")
     missing = [each for each in ("STATES", "DEFAULTS", "make") if not hasattr(module, each)]
     if missing:

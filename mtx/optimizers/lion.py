@@ -1,5 +1,5 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. Its rate is 3 to 10 times less
-than AdamW's, and its weight decay as many times more (their section 5)."""
+"""Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. Its learning rate is 3 to 10
+times smaller than AdamW's, and its weight decay larger by the same factor (their section 5)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""F or B of a layer, by itself: what it makes is put where the layer's own things are kept.
+"""F or B of one layer on its own, with its results stored in the layer's own entries.
 
-XLA:GPU has a pass, or a matmul, write what it makes to its place in a ring, if only the loop's end
-and a barrier come after, and has those that need it read it there, behind that barrier: the copy
-that JAX's scans make of each residual is not made. Places have to be known while it compiles, but
-for the layer: so it is of rings of one slot.
+XLA:GPU lets a pass or a matmul write its result straight to its place in a ring if only a barrier
+and the end of the loop come after the write, and lets readers read it there, after that barrier.
+This saves the copy that JAX's scans make of each residual. All indices except the layer's must be
+known at compile time, so it is done only for rings of one slot.
 
-XLA has no reason to put a weight gradient beside a collective, and left alone it puts all of them
-last: so B's equations are put in order as in woven ticks (`mtx.pipeline.weave`), for B alone.
+XLA has no reason to put a weight gradient beside a collective; left alone, it puts all of them
+last. So B's equations are ordered as in woven ticks (`mtx.pipeline.weave`), for B alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tree = Any
 def forward(
     vjp: LayerVJP, own: Own, params: Tree, stream: Tree, given: tuple, *, in_place: bool
 ) -> Tree:  # fmt: skip
-    """What the layer returns; its residuals are written to its own ring. in_place: by what makes
-    them, where that can, and read there."""
+    """The layer's output; its residuals are written to its own ring. in_place: the equations that
+    make residuals write them there, if XLA can, and their readers read them there."""
     if not (in_place and own.has_one_slot("ring")):
         y, residuals = vjp.forward(params, stream, *given)
         own.write("ring", residuals)
@@ -51,9 +51,9 @@ def backward(
     vjp: LayerVJP, own: Own, residuals: Arrays, params: Tree, given: tuple, dy: Tree, *,
     split: bool, beside: bool,
 ) -> Sequence[Tree]:  # fmt: skip
-    """The gradients of the stream and of what is given. Those of the parameters are added to the
-    layer's own or, where W is split from B, what those of the weights need is written. beside:
-    collectives lie beside matmuls, and there is no cache among what is given."""
+    """The gradients of the stream and, if it is given, of the cache. Those of the parameters are
+    added to the layer's own; if W is split from B, what weight gradients need is written in their
+    place. beside: collectives lie beside matmuls, and `given` holds no cache."""
     if split:
         dparams, others, waits = vjp.cut.backward(residuals, params, given, dy)
         own.write("deferred", waits)

@@ -1,10 +1,10 @@
-"""The order of what a layer's F and another's B compute and send, by simulated annealing.
+"""Order what a layer's F and another's B compute and send, by simulated annealing.
 
-Two streams run: one computes, one thing after the other; on the other are collectives, begun when
-the first stream comes to them. What a collective is waited for costs time. What only moves memory
-while no collective is in flight costs none that another order would save, but a collective could
-hide there: it counts half. So does what of a collective has only that beside it, and no matmul: how
-long matmuls take is better known.
+Two streams are modelled. The first computes, one operation at a time; the second runs collectives,
+each begun when the first stream reaches it. Waiting for a collective costs time. Memory operations
+with no collective in flight cost no time that another order would save, but a collective could hide
+there, so they count half. The part of a collective that has only memory operations beside it, and
+no matmul, counts half as well: how long matmuls take is better known.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MOVES = 6000
-_HEAT_S = 10e-6  # of the first move; the last has none
-_SEARCHES = 3  # of some models' orders one of four ends where it waits for whole collectives
-_ALONE = 0.5  # of a second that waits, one that moves memory or a collective alone
+_HEAT_S = 10e-6  # the temperature at the first move; it falls to zero
+_SEARCHES = 3  # for some models one in four ends with an order that waits for whole collectives
+_ALONE = 0.5  # weight of a second of memory operations or collectives alone; of waiting it is 1
 
 
 class _Kind(NamedTuple):
-    """What there is to know of a number."""
+    """What is known of one operation."""
 
     seconds: float
-    awaited: tuple[int, ...]  # what it waits for and may not have ended where its turn comes
+    awaited: tuple[int, ...]  # what it waits for that may not have ended when its turn comes
     is_link: bool
     is_move: bool
     is_loose: bool
 
 
-# The two streams before a place of a sequence: the clock of the first, and when what is not loose
-# has ended there; when the collectives in flight have begun, all of them, and when they will have
-# come; these; seconds waited for collectives, and how many matmuls have been computed.
+# The two streams just before a place of a sequence: the first one's clock, and when all of it that
+# is not loose has ended; when the collectives in flight all began, and when they will be done;
+# their numbers; the seconds waited for collectives, and the number of matmuls computed.
 _Clocks = tuple[float, float, float, float, tuple[int, ...], float, int]
 
 
 class Timed(NamedTuple):
-    """A sequence and what it costs."""
+    """A sequence and its cost."""
 
     sequence: tuple[int, ...]
-    begun_s: list[float]  # when the first stream comes to each
+    begun_s: list[float]  # when the first stream reaches each
     until_s: list[float]
     clocks: list[_Clocks]  # at each place
-    matmuls: tuple[list[float], list[float]]  # when each begins, and what those before it take
+    matmuls: tuple[list[float], list[float]]  # when each begins, and the sum of those before it
     waited_s: float = 0.0  # for collectives
-    alone_s: float = 0.0  # of what moves memory, what lies beside no collective
+    alone_s: float = 0.0  # of memory operations, what lies beside no collective
     bare_s: float = 0.0  # of collectives, what lies beside no matmul
 
     @property
@@ -55,10 +55,11 @@ class Timed(NamedTuple):
 
 
 class Streams:
-    """What there is to be put in order, by number.
+    """The operations to be ordered, by number.
 
-    seconds: of each; before: the numbers of those that it waits for; links: which are collectives;
-    moves: which move memory; loose: behind which no collective can be held back.
+    seconds: of each; before: the numbers of the operations that each waits for; links: which are
+    collectives; moves: which only move memory; loose: those that cannot hold back a collective that
+    comes after them.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Streams:
         for number, each in enumerate(before):
             for other in each:
                 self.behind[other].add(number)
-        # The rest has ended where the first stream is, or where a collective is held back.
+        # All else has ended when the first stream, or a collective that is held back, gets there.
         self.kinds = [
             _Kind(
                 seconds[number], tuple(each & (links | loose if number in links else links)),
@@ -81,8 +82,8 @@ class Streams:
         ]  # fmt: skip
 
     def order(self, wanted: Sequence[float]) -> Timed:
-        """The best sequence found, from that on in which what has the smallest number in `wanted`
-        comes as soon as it can."""
+        """The best sequence found, starting from the one that always takes the ready operation with
+        the smallest number in `wanted`."""
         best = first = self.timed(self._first(wanted))
         for seed in range(_SEARCHES):
             found = self._search(first, random.Random(seed))
@@ -92,7 +93,8 @@ class Streams:
         return best
 
     def _search(self, first: Timed, rng: random.Random) -> Timed:
-        """What costs more is taken too, by chance: the more it costs and the later, the less."""
+        """One search. A costlier sequence is accepted at random: the more it costs and the later it
+        comes, the less often."""
         best = now = first
         for left in range(_MOVES, 0, -1):
             if best.cost_s <= 0.0:
@@ -117,8 +119,8 @@ class Streams:
     def _moved(
         self, sequence: tuple[int, ...], rng: random.Random
     ) -> tuple[tuple[int, ...], int] | None:
-        """(with one at another place that it may have, the first place that changes); None where
-        that is its own."""
+        """(the sequence with one operation at another place that it may have, the first place that
+        changes); None if that place is its own."""
         at = rng.randrange(len(sequence))
         number, first, last = sequence[at], at, at
         before, behind = self.before[number], self.behind[number]
@@ -132,19 +134,19 @@ class Streams:
         return (*rest[:to], number, *rest[to:]), min(at, to)
 
     def timed(self, sequence: tuple[int, ...]) -> Timed:
-        """XLA begins a collective as late as it thinks that it can: with the next one, if it is
-        still in flight then, in either order; and before what is loose, but not before others that
-        have come."""
+        """The sequence with its times. XLA begins a collective as late as it thinks it can:
+        together with the next one if it is still in flight by then, in either order. It may begin
+        one ahead of loose operations that come before it, but not ahead of others."""
         none, begin = [0.0] * len(self.seconds), (0.0, 0.0, 0.0, 0.0, (), 0.0, 0)
         found = self._timed(sequence, 0, Timed((), none, none, [begin], ([], [0.0])), math.inf)
-        assert found is not None  # whatever it costs
+        assert found is not None  # no cost is too high
         return found
 
     def _timed(
         self, sequence: tuple[int, ...], place: int, known: Timed, most_s: float
     ) -> Timed | None:
-        """known: of a sequence that is the same before a place. None as soon as it is known to cost
-        `most_s` or more."""
+        """The same from `place` on; `known` is a sequence that is the same before it. None as soon
+        as the cost is known to be `most_s` or more."""
         clock, held, since, free, flying, waited_s, count = known.clocks[place]
         begun_s, until_s, clocks = known.begun_s.copy(), known.until_s.copy(), known.clocks[:place]
         matmuls, sums_s = (each[: count + n] for n, each in enumerate(known.matmuls))
@@ -197,7 +199,7 @@ class Streams:
 
     @staticmethod
     def _alone_s(begun_s: float, end_s: float, busy: Sequence[tuple[float, float]]) -> float:
-        """Of a time, what is in none of those that do not overlap, in turn."""
+        """The part of a time span that lies in none of `busy`, disjoint spans in order."""
         alone_s, place = end_s - begun_s, bisect_left(busy, (end_s,)) - 1
         while place >= 0 and busy[place][1] > begun_s:
             since, until = busy[place]

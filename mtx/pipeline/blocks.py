@@ -1,8 +1,9 @@
-"""Collectives with matmuls beside them, and with them what only moves memory, by a list scheduler.
+"""Put matmuls, and with them memory operations, beside collectives, by a list scheduler.
 
-It is tried many times with random factors: what can be done and most waits for comes first; of what
-it gives, the order that leaves least of the collectives alone. Where these leave the node, what
-moves memory has a say in it, and may lie beside one with nothing else there.
+Of the steps that are ready, the scheduler takes the one with the longest chain of steps waiting for
+it. It runs many times with these lengths scaled by random factors; the best order is the one that
+leaves the least of the collectives exposed. If collectives leave the node, memory operations
+influence the choice too, and may lie beside a collective with nothing else there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 _TRIALS = 240
-_ENOUGH = 0.8  # of a collective
+_ENOUGH = 0.8  # of a collective's seconds, for memory operations alone to fill it
 
 
 class Step(NamedTuple):
@@ -22,39 +23,39 @@ class Step(NamedTuple):
     communicates: bool
     later: bool  # only weight gradients need it
     side: str  # F or B
-    before: frozenset[int] = frozenset()  # the places of those that it waits for
+    before: frozenset[int] = frozenset()  # the places of the steps that it waits for
     network: bool = False  # a collective that leaves the node
-    summed: bool = False  # a weight gradient that is added up: only what it lies beside is tied
+    summed: bool = False  # a weight gradient, added up: only the collective beside it is tied
 
 
 class MemoryOp(NamedTuple):
-    """What only moves memory: a pass over arrays, or a value that is written to one."""
+    """An operation that only moves memory: a pass over arrays, or a value written to one."""
 
     seconds: float
     before: frozenset[int]  # the places of the steps that it waits for
-    until: frozenset[int] = frozenset()  # and of those that wait for it
-    after: frozenset[int] = frozenset()  # the numbers of others of its kind that it waits for
+    until: frozenset[int] = frozenset()  # the places of the steps that wait for it
+    after: frozenset[int] = frozenset()  # the numbers of the memory operations that it waits for
 
 
 class Turn(NamedTuple):
-    """A matmul is computed, a collective started or waited for, or memory moved."""
+    """One of: a matmul is computed, a collective started or waited for, memory moved."""
 
     what: Literal["compute", "start", "done", "move"]
-    number: int  # the place of a step, or the number of what moves memory
+    number: int  # the place of a step, or the number of a memory operation
 
 
-# A collective's place, and of what lies beside it: of matmuls and, where it leaves the node, blocks
-# of collectives that do not; or the place of a matmul by itself.
+# A collective's place, then the places of the matmuls beside it and, if it leaves the node, the
+# blocks of collectives that do not; or the place of a matmul by itself.
 Block = tuple[Any, ...]
 
 
 class Blocks(NamedTuple):
-    """Blocks in turn, and what moves memory beside their collectives."""
+    """Blocks in order, and the memory operations beside their collectives."""
 
     blocks: tuple[Block, ...]
     exposed_s: float
     waited_s: float
-    beside: dict[int, tuple[int, ...]] = {}  # the numbers, by the place of the collective
+    beside: dict[int, tuple[int, ...]] = {}  # memory operations, by the collective's place
 
     def turns(self, steps: Sequence[Step]) -> Iterator[Turn]:
         def of(block: Block) -> Iterator[Turn]:
@@ -73,8 +74,9 @@ class Blocks(NamedTuple):
 
 
 def blocks(steps: Sequence[Step], memory: Sequence[MemoryOp]) -> Blocks:
-    """Those that leave least exposed of what not only weight gradients wait for, then of all, of
-    many tried: each prefers what most waits for, times a random factor."""
+    """The best of many trials: the order that leaves exposed the least of the collectives that more
+    than weight gradients wait for, then the least of all. Each trial prefers the steps with the
+    longest chain waiting for them, times a random factor."""
     ranks = _ranks(steps)
     rng, both = random.Random(0), len({step.side for step in steps}) > 1
     best = _Trial(steps, ranks, defers=False).order()
@@ -99,15 +101,16 @@ def blocks(steps: Sequence[Step], memory: Sequence[MemoryOp]) -> Blocks:
 def _with_memory(
     found: Blocks, steps: Sequence[Step], memory: Sequence[MemoryOp], given: dict[int, list[int]]
 ) -> tuple[Blocks, float]:
-    """An order with what moves memory, and what is to be least. What is exposed costs time; what
-    lies beside nothing does not, and counts as a twentieth of it. given: what has its place."""
+    """(an order with memory operations placed, the cost to minimise). Exposed collectives cost
+    time; memory operations beside nothing do not, and count a twentieth of that. given: the memory
+    operations that already have a place."""
     beside = _Beside(found, steps, given)
     put = beside.put(memory)
     return found._replace(beside=put), found.waited_s + beside.left_s / 20
 
 
 def _ranks(steps: Sequence[Step]) -> list[float]:
-    """The longest way from each step to the end, in seconds."""
+    """The longest path from each step to the end, in seconds."""
     ranks = [step.seconds for step in steps]
     for place in reversed(range(len(steps))):
         for before in steps[place].before:
@@ -116,9 +119,10 @@ def _ranks(steps: Sequence[Step]) -> list[float]:
 
 
 class _Trial:
-    """One order: of what can be done, the larger key comes first, weight gradients last. defers:
-    collectives for these wait until the rest is done; waits: which collectives do while there are
-    matmuls. Those that leave the node lie beside what moves memory, where there is as much."""
+    """One order: of the steps that are ready, the larger key comes first, weight gradients last.
+    defers: collectives for weight gradients wait until the rest is done; waits: which collectives
+    wait while a matmul is ready. Those that leave the node lie beside memory operations if there
+    are enough."""
 
     def __init__(
         self, steps: Sequence[Step], keys: Sequence[float], memory: Sequence[MemoryOp] = (),
@@ -148,11 +152,11 @@ class _Trial:
         return Blocks(tuple(blocks), self.exposed_s, self.waited_s)
 
     def goes_first(self, work: int, link: int) -> bool:
-        """A matmul, alone, before a collective."""
+        """Whether a matmul goes before a collective, alone."""
         return self.steps[link].later and (self.steps[work].later or self.defers)
 
     def next_of(self, communicates: bool, *, later=True, network=True, waits=True) -> int | None:
-        """The first that can be done."""
+        """The first step that is ready."""
         for place in self.left:
             step = self.steps[place]
             if (
@@ -174,8 +178,8 @@ class _Trial:
             del self.passes[number]  # computed on the way
 
     def fill(self, link: int) -> bool:
-        """Takes a collective that leaves the node with what moves memory alone beside it, if it can
-        be done and there is enough: what others wait for first."""
+        """Take a collective that leaves the node with memory operations alone beside it, if it can
+        be done and there are enough, those that steps wait for first. Returns whether it did."""
         step = self.steps[link]
         if not step.network or not step.before <= self.done:
             return False
@@ -201,11 +205,11 @@ class _Trial:
         return True
 
     def _may_lie(self, op: MemoryOp, link: int) -> bool:
-        """Whether what moves memory may begin with a collective, if others of its kind are done."""
+        """Whether a memory operation may begin with a collective, apart from what it is `after`."""
         return link not in op.until and op.before <= self.done
 
     def block(self, link: int) -> tuple[Block, float]:
-        """A collective with what lies beside it, and the seconds of it all."""
+        """(a collective with what lies beside it, the seconds of the whole block)"""
         step, beside_s = self.steps[link], 0.0
         block: list[Any] = [link]
         self.begin(link)
@@ -235,20 +239,20 @@ class _Trial:
 
 
 def _fits(op: MemoryOp, room_s: float) -> bool:
-    """A third of it, where nothing else lies there."""
+    """Whether a third of it fits, if nothing else lies beside the collective."""
     return op.seconds <= 3 * room_s
 
 
 class _Beside:
-    """Where what moves memory lies: right behind the beginning of a collective, beside which there
-    is a matmul to hold it there, and as much of it as the collective takes; or alone."""
+    """Where memory operations lie: right after the start of a collective that has a matmul beside
+    it to hold them there, for no longer than the collective takes; or alone."""
 
     def __init__(self, order: Blocks, steps: Sequence[Step], given: dict[int, list[int]]):
-        """given: what lies alone, by the places of the collectives."""
+        """given: memory operations that are alone beside a collective, by its place."""
         self.steps, self.room_s, self.given = steps, dict[int, float](), given
-        self.begins, self.ends = dict[int, int](), dict[int, int]()  # of each place, in turn
-        self.left_s = 0.0  # of what moves memory, what lies beside nothing
-        # What is left of collectives though weight gradients lie beside them.
+        self.begins, self.ends = dict[int, int](), dict[int, int]()  # the turn of each place
+        self.left_s = 0.0  # of memory operations, what lies beside nothing
+        # What of the collectives is exposed even with all weight gradients beside them.
         free = (step.seconds for step in steps if step.later and not step.communicates)
         self.alone_s = order.exposed_s - sum(free)
         for block in order.blocks:
@@ -264,14 +268,15 @@ class _Beside:
         self.ends[first] = len(self.begins) + len(self.ends)
 
     def put(self, memory: Sequence[MemoryOp]) -> dict[int, tuple[int, ...]]:
-        """As late as what waits for it allows, else as soon as can be. What nothing waits for is
-        left where collectives are alone, and so is what fits nowhere."""
+        """Place each as late as the steps that wait for it allow; without any, as early as
+        possible. What nothing waits for is left over while collectives are exposed; so is what fits
+        nowhere."""
         found = {place: list(numbers) for place, numbers in self.given.items()}
         alone = {number: place for place, numbers in found.items() for number in numbers}
         for place, numbers in found.items():
             beside_s = sum(memory[number].seconds for number in numbers)
             self.left_s += max(0.0, beside_s - self.steps[place].seconds)
-        at: list[int] = []  # the turn in which each of them is there for others
+        at: list[int] = []  # the turn from which each one's result is there
         for number, op in enumerate(memory):
             if number in alone:
                 at.append(self.begins[alone[number]])
@@ -281,7 +286,7 @@ class _Beside:
             if not op.until and self.alone_s > 0.0:
                 self.alone_s -= op.seconds
                 windows = []
-            # Where a collective leaves the node, XLA begins it as late as its matmuls allow.
+            # XLA begins a collective that leaves the node as late as its matmuls allow.
             beside_s = 0.0
             if windows:
                 place = windows[-1 if op.until else 0]

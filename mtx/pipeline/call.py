@@ -1,4 +1,4 @@
-"""One call of a pipeline: what does not change from tick to tick, and how the first one begins.
+"""One call of a pipeline: what stays the same from tick to tick, and the carry before the first.
 
 Legend: M microbatches · B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk ·
 R ring slots
@@ -29,7 +29,7 @@ Tree = Any
 
 
 class Call:
-    """One call of a pipeline, while it is traced, without its ticks."""
+    """One call of a pipeline, without its ticks, while it is traced."""
 
     def __init__(self, pipeline: Parts, params, batch, samples_MB=None, rng=None, loss_weight=1.0):
         self.model, self.schedule = pipeline.model, pipeline.schedule
@@ -85,7 +85,7 @@ class Call:
         return item if self.schedule.slices == 1 else item // self.schedule.slices
 
     def context(self, item, layer):
-        """What the model says of a layer's call; layer IDLE: of the embedding's."""
+        """The model's context for the call of a layer, or of the embedding if `layer` is IDLE."""
         slices, samples_MB = self.schedule.slices, self.samples_MB
         part = item % slices if slices > 1 else 0
         samples_B = None if samples_MB is None else read(samples_MB, self._microbatch(item))
@@ -99,7 +99,7 @@ class Call:
         return jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), self.stream)
 
     def rings(self, routes: tuple[Route, ...]) -> tuple[Tree, ...]:
-        """None where everything is used in the tick of its arrival."""
+        """A ring for each route; None if all its values are used in the tick they arrive in."""
         return tuple(self.ring(r.ring.slots) if r.ring.slots else None for r in routes)
 
     def no_arrivals(self) -> tuple[Stream, ...]:
@@ -150,7 +150,7 @@ class Call:
         )
 
     def of_trained(self, shared: Tree) -> Tree:
-        """Of embedding and head, those that are trained."""
+        """The parameters of embedding and head that are trained."""
         return chosen(shared, {part: self.trained[part] for part in shared})
 
     def no_losses(self) -> dict[str, jax.Array]:
@@ -160,15 +160,15 @@ class Call:
 
     @property
     def written_first(self) -> bool:
-        """Whether each B that is computed reads what an F has put into the stash: none is that of
-        a stage which sits it out."""
+        """Whether every B that is computed reads what an F has written to the stash: no stage
+        computes a B that it sits out."""
         busy, phases = self.schedule.backward.busy, self.schedule.phases
         computed = (busy[phase.start : phase.stop] for phase in phases if phase.backward)
         return self.layout.idle == "skip" or all(ticks.all() for ticks in computed)
 
     @property
     def zero_slot(self) -> bool:
-        """An idle W that is not skipped reads a slot of zeros, which nothing is written to."""
+        """Whether there is a slot of zeros, never written to, for an idle W that is not skipped."""
         return self.layout.idle != "skip"
 
     def ticks(self) -> Tick:

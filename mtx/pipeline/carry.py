@@ -1,4 +1,4 @@
-"""What goes from tick to tick on a stage.
+"""What a stage carries from tick to tick.
 
 Legend: B rows · S sequence · C chunks · N layers of a kind in a chunk · R ring slots
 """
@@ -15,19 +15,19 @@ Tree = Any
 
 
 class Messages(NamedTuple):
-    """What goes from stage to stage, and what has come and waits for its tick."""
+    """What is sent from stage to stage, and what has arrived and waits for its tick."""
 
     x: tuple[Stream, ...]  # from the stage before, one for each route
-    dx: Any  # is to be sent to the stage before; in a woven tick, has come, one for each route
-    receives: tuple[Tree, ...]  # [slots, ...] of the stream, and so the next two; None: not needed
+    dx: Any  # to be sent to the stage before; in a woven tick, what has arrived, one for each route
+    receives: tuple[Tree, ...]  # [slots, ...] of the stream, like the next two; None: not needed
     gradient_receives: tuple[Tree, ...]
     outputs: Tree  # of the last virtual stage, for the head
-    dy: Stream | None = None  # from the head, where it runs a tick before its B
-    # of a woven tick, whose x have been delivered before it: the input of its F, and what has been
-    # computed ahead of that one's first layer
+    dy: Stream | None = None  # from the head, if it runs a tick before its B
+    # woven ticks, whose x is delivered the tick before: the input of F, and what has been computed
+    # ahead of its first layer
     input: Any = None
     ahead: tuple[jax.Array, ...] = ()
-    begun: tuple[jax.Array, ...] = ()  # of the embedding of what enters in the tick after
+    begun: tuple[jax.Array, ...] = ()  # of the embedding of what enters in the next tick
     left: Any = None  # the dx of the tick before, which the embedding may need
 
 
@@ -38,16 +38,16 @@ class Stash(NamedTuple):
     deferred: Tree  # [R, N, ...] what waits for W
     caches: Tree  # [R, N, B, S, ...] keys and values of slices, and their gradients
     dcaches: Tree
-    left: Tree = None  # of residuals that go to the host's memory: what F has not yet copied out
-    ahead: Tree = None  # and {kind: what has come back for the next B}
+    left: Tree = None  # residuals that F has not yet copied out to the host's memory
+    ahead: Tree = None  # {kind: residuals copied back from there for the next B}
 
 
 class Gradients(NamedTuple):
     """Float32 sums over the microbatches so far."""
 
-    of_b: Tree  # of the layers, those that B adds to, {kind: [C, N, ...] or [1, N, ...]}
-    of_w: Tree  # those that W adds to
-    reduced: Tree  # [C, N, ...] sums over `data`, sharded; None where they are made after the scan
+    of_b: Tree  # of the layers, what B adds to, {kind: [C, N, ...] or [1, N, ...]}
+    of_w: Tree  # and what W adds to
+    reduced: Tree  # [C, N, ...] sums over `data`, sharded; None if they are made after the scan
     shared: Tree  # of embedding and head
 
     @property
@@ -59,11 +59,11 @@ class Gradients(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """All of it."""
+    """Everything that goes from tick to tick."""
 
     messages: Messages
     stash: Stash
-    weights: Tree  # [1, N, ...], of the chunk of F and of that of B; None where all are gathered
+    weights: Tree  # [1, N, ...], of F's chunk and of B's; None if all chunks are gathered
     gradients: Gradients
     losses: dict[str, jax.Array]  # float32 [] each
     moved: Any = None  # buckets that were gathered or scattered in a window of ticks, [K, ...]

@@ -1,6 +1,6 @@
-"""What equations take, in seconds: costs decide what lies beside what, and no more.
+"""How many seconds equations take. These costs decide what lies beside what, and nothing else.
 
-They are an H100's, in nodes of eight, where devices along `tensor` are neighbours.
+They are those of H100s, in nodes of eight, with neighbours along `tensor`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from jax import lax
 from mtx.sharding.axes import AXES
 from mtx.strand import COLLECTIVES, axes_of
 
-# A second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and those of a whole node
-# over the network.
+# Per second: FLOPs of bfloat16 matmuls, bytes of memory, bytes over NVLink, and bytes of a whole
+# node over the network.
 _FLOPS, _MEMORY, _LINK, _NETWORK = 740e12, 2.4e12, 300e9, 300e9
-_MESSAGE = 0.7e-6  # over the network, to each device of a ring
-_SENDS = 0.74  # of that rate, what sends between neighbours have, as in the timeline
+_MESSAGE = 0.7e-6  # seconds over the network, for each device of a ring
+_SENDS = 0.74  # the share of that rate that sends between neighbours reach, as in the timeline
 _NODE = 8  # devices
 
 
 def moved_s(size: float) -> float:
-    """Of so many bytes, read or written."""
+    """Seconds to read or write this many bytes."""
     return size / _MEMORY
 
 
 def matmul_s(eqn) -> float:
-    """Of the matmuls in an equation."""
+    """Seconds of the matmuls in an equation."""
     rate = _FLOPS * (2 if eqn.invars[0].aval.dtype.itemsize == 1 else 1)  # of float8
     return max(flops_of(eqn) / rate, moved_s(sum(map(size_of, (*eqn.invars, *eqn.outvars)))))
 
@@ -37,12 +37,12 @@ def matmuls_s(eqns: Iterable) -> float:
 
 
 def send_s(size: int, axis: str) -> float:
-    """Of bytes that every device sends to its neighbour along an axis."""
+    """Seconds for every device to send `size` bytes to its neighbour along an axis."""
     return size / (_SENDS * _rate((axis,)))
 
 
 def collective_s(eqn) -> tuple[float, bool]:
-    """A collective's, and whether it leaves the node."""
+    """(seconds of a collective, whether it leaves the node)"""
     rate, leaves = _link(eqn)
     moved = max(sum(map(size_of, atoms)) for atoms in (eqn.invars, eqn.outvars))
     seconds = _sent(eqn, moved) / rate
@@ -54,12 +54,12 @@ def communicates(eqn) -> bool:
 
 
 def is_nested(eqn) -> bool:
-    """Whether an equation has a function of its own: a loop, a conditional."""
+    """Whether an equation contains a function, as a loop or a conditional does."""
     return any("jaxpr" in name or name == "branches" for name in eqn.params)
 
 
 def _link(eqn) -> tuple[float, bool]:
-    """Bytes a second of a collective, and whether it leaves the node."""
+    """(bytes a second of a collective, whether it leaves the node)"""
     axes = axes_of(eqn)
     if eqn.primitive.name != "all_to_all":
         return _rate(axes), set(axes) != {"tensor"}
@@ -67,13 +67,13 @@ def _link(eqn) -> tuple[float, bool]:
     inside = min(size, max(1, _NODE // (1 if "tensor" in axes else lax.axis_size("tensor"))))
     if inside == size:
         return _LINK, False
-    # What leaves the node each device sends over a card of its own.
+    # Each device sends what leaves the node over its own network card.
     return _NETWORK / _NODE * (size - 1) / (size - inside), True
 
 
 def _rate(axes: Sequence[str]) -> float:
-    """Bytes a second that a device sends along axes. Over the network, the others in its node that
-    lie between two neighbours send as well, each in a ring of its own."""
+    """Bytes a second that a device sends along axes. Over the network, the devices of its node that
+    lie between two neighbours send at the same time, each in its own ring."""
     if set(axes) == {"tensor"}:
         return _LINK
     inner = AXES[max(map(AXES.index, axes)) + 1 :]
@@ -81,7 +81,7 @@ def _rate(axes: Sequence[str]) -> float:
 
 
 def _sent(eqn, moved: int) -> float:
-    """Bytes that a device sends in a collective of an array of so many."""
+    """Bytes that a device sends in a collective of an array of `moved` bytes."""
     if eqn.primitive.name == "ppermute":
         return moved
     times = 2 if eqn.primitive.name in ("psum", "pmax") else 1
@@ -96,8 +96,9 @@ def size_of(atom) -> int:
 
 
 def flops_of(eqn) -> float:
-    """Of the matmuls in an equation, those of its loops and branches included; none of a loop whose
-    length nobody knows: of full experts' further rounds, which hardly ever come."""
+    """FLOPs of the matmuls in an equation, including its loops and branches. A loop of unknown
+    length counts as zero: such loops are the extra rounds of full experts, which hardly ever
+    run."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contract, _), _ = params["dimension_numbers"]

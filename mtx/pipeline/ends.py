@@ -1,9 +1,9 @@
 """Embedding and head of a microbatch, each in parts around what they send.
 
-Ticks in which nothing enters the pipeline, or leaves it, skip them, by a conditional; and what is
-sent inside of one has nothing beside it. So a woven tick sends outside of them, in every tick: what
-comes last in the embedding, what its gradient and the head begin with, and the sums of the head's
-gradient. Of two sends of which one waits for the other only one can lie beside all layers of a
+Ticks in which nothing enters or leaves the pipeline skip them, by a conditional, and what is sent
+inside a conditional has nothing beside it. So a woven tick sends outside of them, in every tick:
+what comes last in the embedding, what its gradient and the head begin with, and the sums of the
+head's gradient. If one send waits for another, only one of the two can lie beside all layers of a
 tick.
 """
 
@@ -29,19 +29,19 @@ _ITEM = jax.ShapeDtypeStruct((), jnp.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class Entering:
-    """A microbatch's embedding, of its number, int32 [].
+    """A microbatch's embedding, as a function of its number, int32 [].
 
     Every device has some rows of the table, and all need the sum: over `tensor`, then over `pipe`.
     """
 
     own: Strand  # this device's rows
-    first: Strand  # of what `own` gives, and the number: the sum over `tensor`
-    second: Strand  # of what `first` gives, and the number: the sum over `pipe`
-    rest: Strand  # of what `second` gives, and the number
+    first: Strand  # the sum over `tensor`, from what `own` gives and the number
+    second: Strand  # the sum over `pipe`, from what `first` gives and the number
+    rest: Strand  # from what `second` gives and the number
 
     @classmethod
     def of(cls, embed: Callable) -> Entering:
-        """Of `embed(item)`, a tree of arrays."""
+        """The parts of `embed(item)`, which gives a tree of arrays."""
         strand = Strand.of(embed, _ITEM)
         needed, first = _next_collectives(strand)
         done = needed | first
@@ -52,7 +52,7 @@ class Entering:
         return cls(own=own, first=first, second=second, rest=rest)
 
     def of_device(self, item) -> Arrays:
-        """What this device adds to the sums; zeros where nothing enters."""
+        """What this device adds to the sums; zeros if nothing enters."""
 
         def nothing(_):
             return tuple(jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.own.outvars)
@@ -71,8 +71,8 @@ class Entering:
 
 
 def _next_collectives(strand: Strand, done: Collection[int] = ()) -> tuple[set[int], set[int]]:
-    """The places of the collectives that wait for no other but those that are done, and before them
-    of all that they need; without any, of what the outputs need."""
+    """(the places of what these collectives need, the places of the collectives that wait for no
+    others than those in `done`). Without any, the first are those of what the outputs need."""
     found, behind = set(), set()
     for place, eqn in enumerate(strand.eqns):
         waits = behind.intersection(variables_of(eqn.invars))
@@ -86,27 +86,27 @@ def _next_collectives(strand: Strand, done: Collection[int] = ()) -> tuple[set[i
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """Losses and gradients of a microbatch, of its y and its number, int32 [].
+    """Losses and gradients of a microbatch, as a function of its y and its number, int32 [].
 
-    Every device has some rows of the table, and what is multiplied by them gets its gradient from
-    all: a sum over `tensor`, then over `pipe`. Each part takes what those before it have given, the
-    latest first, then the leaves of y and the number; what `losses` and `of_all` give is only for
-    `own`.
+    Every device has some rows of the table, so the gradient of what is multiplied by them is a sum
+    over all devices: over `tensor`, then over `pipe`. Each part takes the outputs of those before
+    it, the latest first, then the leaves of y and the number; outputs of `losses` and `of_all` are
+    only for `own`.
     """
 
-    gathers: Strand  # of y, before all matmuls and other collectives
+    gathers: Strand  # those of y that come before all matmuls and other collectives
     losses: Strand  # up to what the losses gather
-    of_all: Strand  # that gathered
-    own: Strand  # up to what this device adds to the sums
-    over_tensor: Strand  # the sums, one of what the other gives; of one alone it is the second
+    of_all: Strand  # the same, gathered
+    own: Strand  # up to what this device adds to the sums over devices
+    over_tensor: Strand  # the sums, the second of what the first gives; a single sum is the second
     over_pipe: Strand
     early: Strand  # the outputs that wait for no sum
     late: Strand  # the others
-    is_early: tuple[bool, ...]  # of losses and gradients of parameters
+    is_early: tuple[bool, ...]  # for each loss and each gradient of a parameter
 
     @classmethod
     def of(cls, function: Callable, stream: Stream) -> Leaving:
-        """Of `function(stream, item)`: losses, gradients of parameters, that of the stream."""
+        """The parts of `function(stream, item)`: losses, parameters' gradients, the stream's."""
         losses, parameters, _ = jax.eval_shape(function, stream, _ITEM)
         strand = Strand.of(function, stream, _ITEM)
         gathers, rest = strand.divided(_gathered(strand, strand.invars[:-1]))
@@ -131,15 +131,16 @@ class Leaving:
         )  # fmt: skip
 
     def before_losses(self, given: Arrays) -> Arrays:
-        """Without what `of_all` and `losses` have given."""
+        """`given` without what `of_all` and `losses` have given."""
         return given[len(self.of_all.outvars) + len(self.losses.outvars) :]
 
     def with_early(self, sums: Tree, given: Arrays) -> Tree:
-        """Sums of losses and of gradients of parameters, with those that wait for no sum."""
+        """The sums of losses and of parameters' gradients, plus what waits for no sum over
+        devices."""
         return self._added(sums, list(self.early(*given)), self.is_early)
 
     def with_late(self, sums: Tree, given: Arrays) -> tuple[Tree, list]:
-        """(the same with the others, leaves of the gradient of y)"""
+        """(the sums plus the others, leaves of the gradient of y)"""
         values, is_late = list(self.late(*given)), [not one for one in self.is_early]
         return self._added(sums, values, is_late), values[sum(is_late) :]
 
@@ -160,21 +161,21 @@ def _divided_at_sums(strand: Strand) -> tuple[Strand, Strand]:
 
 
 def _has_collectives(strand: Strand, output) -> bool:
-    """Whether an output waits for one."""
+    """Whether an output waits for a collective."""
     return any(axes_of(strand.eqns[place]) for place in needed_of(strand.eqns, [output]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """A function of a stream and of a microbatch's number that first gathers what it needs of the
-    stream, if it does so before all matmuls and other collectives."""
+    """A function of a stream and of a microbatch's number. What it gathers of the stream is a part
+    by itself, if that comes before all matmuls and other collectives."""
 
     first: Strand  # up to what is gathered
     rest: Strand
 
     @classmethod
     def of(cls, function: Callable, stream: Stream) -> Gathering:
-        """Of `function(stream, item)`, a tree of arrays."""
+        """The two parts of `function(stream, item)`, which gives a tree of arrays."""
         strand = Strand.of(function, stream, _ITEM)
         places = _gathered(strand, strand.invars[:-1])
         first, rest = strand.divided(places)
@@ -184,8 +185,8 @@ class Gathering:
         return tuple(self.first(*jax.tree.leaves(stream), item))
 
     def add_up(self, totals: Tree, begun: Arrays, stream: Stream, item) -> Tree:
-        """What the function gives, gradients, added to sums of them in float32. Those of some rows
-        of a table, or of one part of it, are added there, and the table is not gone through."""
+        """The sums, float32, plus the gradients that the function gives. Those of only some rows of
+        a table, or of one part of it, are added there, without a pass over the table."""
         leaves, writes = jax.tree.leaves(totals), _writes(self.rest)
         eqns = [eqn for eqn in self.rest.eqns if writes.keys().isdisjoint(eqn.outvars)]
         outvars = [
@@ -204,7 +205,7 @@ class Gathering:
 
 
 def _writes(strand: Strand) -> dict:
-    """The outputs that are zeros but for what one equation writes, or adds, into them; which."""
+    """{output: equation}: outputs that are zeros except for what one equation writes or adds."""
     made = {var: eqn for eqn in strand.eqns for var in eqn.outvars}
     read = [var for eqn in strand.eqns for var in variables_of(eqn.invars)]
     outputs = variables_of(strand.outvars)
@@ -222,7 +223,7 @@ def _writes(strand: Strand) -> dict:
 
 
 def _added_to(total, eqn, value, *more):
-    """value, more: what `eqn` is given beside zeros; without one, what is added."""
+    """total plus a gradient: `value`, or what `eqn` makes of zeros, `value` and `more`."""
     if eqn is None:
         return total + value.astype(total.dtype)
     if eqn.primitive.name == "dynamic_update_slice":
@@ -235,8 +236,8 @@ def _added_to(total, eqn, value, *more):
 
 
 def _gathered(strand: Strand, stream: list) -> set[int]:
-    """The places of the collectives of what follows from the stream, and of what they need, where
-    that is no other collective, no matmul and no function of its own."""
+    """The places of the collectives on what follows from the stream, and of what these need, unless
+    that includes another collective, a matmul or a nested function."""
     found: set[int] = set()
     for place, eqn in enumerate(strand.eqns):
         if not axes_of(eqn):

@@ -1,8 +1,8 @@
 """Head and loss, some positions of a microbatch at a time, so that its logits are never whole.
 
-The backward pass of a part runs before the forward pass of the next one: nothing of it waits, no
-logit is computed twice, and gradients of embedding and head are added up where they lie. The model
-says how many positions it takes at once: all of them, where their logits are few.
+The backward pass of a part runs before the forward pass of the next one, so nothing of it is kept,
+no logit is computed twice, and gradients of embedding and head are added up in place. The model
+says how many positions it takes at once: all of them, if their logits are few.
 
 Legend: B rows · S sequence (s: shard) · n positions of a shard that are taken at once
 """
@@ -27,7 +27,7 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """The positions of a shard: `first` ones, and then `others` times n."""
+    """The positions of a shard: a part of `first`, and then `others` parts of n."""
 
     positions: int  # s
     first: int
@@ -43,11 +43,12 @@ class _Parts:
         return cls(positions=positions, first=first, size=size, others=others)
 
     def start(self, number):
-        """Where one of the others begins."""
+        """Where one of the other parts begins."""
         return self.first + number * self.size
 
     def of_stream(self, stream: Stream, start, size: int) -> Stream:
-        """Of the leaves that have these positions; others, which no head reads, are whole."""
+        """The stream with leaves of these positions cut; others, which no head reads, stay
+        whole."""
 
         def cut(a):
             whole = a.shape[1] != self.positions
@@ -56,8 +57,8 @@ class _Parts:
         return jax.tree.map(cut, stream)
 
     def of_batch(self, batch: Tree, start, size: int) -> Tree:
-        """Of what is [B, S] the same positions of each shard. What a row has beside them comes with
-        the first part alone; arrays of other positions are whole."""
+        """The batch with arrays [B, S] cut to the same positions of each shard. Arrays with one
+        value a row come with the first part only; arrays of other positions stay whole."""
         shape = batch["targets"].shape
 
         def cut(a):
@@ -71,7 +72,7 @@ class _Parts:
         return {n: cut(a) if a.ndim > 1 else a for n, a in batch.items() if a.ndim > 1 or is_first}
 
     def written(self, whole, part, start):
-        """A leaf [B, s, ...], or [B, S], with the part that begins there."""
+        """A leaf [B, s, ...], or [B, S], with a part written at its start."""
         if whole.ndim > 2:
             return lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)
         rows = whole.shape[0]
@@ -93,7 +94,7 @@ def gradients(
 
 
 def added(sums: tuple[Any, Tree], losses: dict[str, jax.Array], dshared: Tree) -> tuple[Any, Tree]:
-    """(sums of the losses, of the gradients), with these."""
+    """(sums of the losses, sums of the gradients), with these added."""
     before, total = sums
     return {name: before[name] + value for name, value in losses.items()}, add_up(total, dshared)
 
@@ -106,8 +107,8 @@ def is_whole(model: PipelineModel, shared: Tree, stream: Stream) -> bool:
 def add_gradients(
     model: PipelineModel, shared: Tree, y: Stream, batch: Tree, weight, sums: tuple[Any, Tree]
 ) -> tuple[tuple[Any, Tree], Stream]:
-    """(sums, dy): sums of the losses, by name, and of their gradients of `shared`, those of this
-    microbatch added, of which each is `weight` times that of the losses."""
+    """(sums, dy): sums of the losses, by name, and of their gradients of `shared`, with those of
+    this microbatch added. Gradients are `weight` times those of the losses."""
 
     def add(sums, y, batch):
         *made, dy = gradients(model, shared, y, batch, weight)
@@ -124,7 +125,7 @@ def add_gradients(
         return (sums, jax.tree.map(partial(parts.written, start=start), whole, dy)), None
 
     carry = add_part((sums, jax.tree.map(jnp.zeros_like, y)), None, size=parts.first)[0]
-    # XLA writes a loop of one part out, and would have the logits of both parts at once.
+    # XLA unrolls a loop of one part, and would then hold the logits of both parts at once.
     carry, y = lax.optimization_barrier((carry, y))
     numbers = jnp.arange(parts.others)
     return lax.scan(partial(add_part, size=parts.size), carry, numbers)[0]

@@ -1,4 +1,4 @@
-"""What the pipeline asks of a model, and all that it knows of one.
+"""What the pipeline asks of a model, and all that it knows about one.
 
 Legend: B rows · S sequence (s: shard, t: the next positions) · D hidden · L layers · V padded
 vocabulary (v: shard)
@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import jax
 
 Tree = Any
-# Floating point, [B, s, ...] each; {"x": x_BsD} as a rule. The head reads x and what has its
-# positions; leaves may have others, such as an encoder's.
+# Floating point, [B, s, ...] each; {"x": x_BsD} as a rule. The head reads x and the leaves with the
+# same positions; other leaves may have different ones, such as an encoder's.
 Stream = dict[str, jax.Array]
-# Takes {name: leaves [n, B, h, t, K]} of the next positions, to be kept; gives all that is kept
-# under those names, [n, B, h, S, K], these included, or None: there is nothing of earlier ones. A
-# `State` (`mtx.sharding.sequence`) takes the place of the one before; None in place of leaves
-# changes nothing.
+# Takes {name: leaves [n, B, h, t, K]} of the next positions, to be kept; returns all that is kept
+# under those names, [n, B, h, S, K], these included, or None if there are no earlier positions. A
+# `State` (`mtx.sharding.sequence`) replaces the one before; None instead of leaves changes nothing.
 Keep = Callable[[dict[str, Tree | None]], dict[str, Tree] | None]
 
 
@@ -33,7 +32,7 @@ class PipelineModel(Protocol):
     params: the parameters of one layer
     batch: a microbatch's arrays [B, S], or a slice of them; tokens, targets, weights as a rule
     stream: what goes from layer to layer and from stage to stage
-    context: what `context` said of this call
+    context: what `context` returned for this call
     """
 
     @property
@@ -55,18 +54,18 @@ class PipelineModel(Protocol):
 
     @property
     def roles(self) -> Tree:
-        """What every parameter is for (`mtx.sharding.parameter`); a tree like `specs`."""
+        """The role of every parameter (`mtx.sharding.parameter`); a tree like `specs`."""
         ...
 
     @property
     def dims(self) -> Tree:
-        """What the dims of every parameter are called, a tuple, or an empty one where nothing is
-        said. A tree like `specs`."""
+        """The names of every parameter's dims, a tuple, or () if none are given; a tree like
+        `specs`."""
         ...
 
     @property
     def trained(self) -> Tree:
-        """Which parameters are, bool; the others are frozen. A tree like `specs`."""
+        """Which parameters are trained, bool; the others are frozen. A tree like `specs`."""
         ...
 
     @property
@@ -76,13 +75,13 @@ class PipelineModel(Protocol):
 
     @property
     def rules(self) -> Tree:
-        """Of states: (state, what its cotangents add up to in a step) -> the next state; None for
-        all other parameters. A tree like `specs`."""
+        """The rule of every state: (state, the sum of its cotangents in a step) -> the next state;
+        None for all other parameters. A tree like `specs`."""
         ...
 
     @property
     def vocab_rows(self) -> int:
-        """V, of a dim that `specs` shards over `pipe`."""
+        """V, the size of a dim that `specs` shards over `pipe`."""
         ...
 
     def init_shared(self, seed: Any) -> Tree:
@@ -90,17 +89,17 @@ class PipelineModel(Protocol):
         ...
 
     def init_layer(self, kind: str, seed: Any, layer: Any) -> Tree:
-        """Float32 parameters of a layer, int32 [], global shapes."""
+        """Float32 parameters of a layer, global shapes; `layer` is int32 []."""
         ...
 
     # -- batches ----------------------------------------------------------------------------------
 
     def batch_fields(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a training batch of that many rows; others may come beside them."""
+        """The arrays of a training batch of that many rows; a batch may have others as well."""
         ...
 
     def weigh(self, batch: Tree, total: Callable) -> Tree:
-        """The batch, with weights that follow from the global one; `total` sums an array of it."""
+        """The batch, with weights computed from the global one; `total` sums an array over that."""
         ...
 
     # -- a microbatch -----------------------------------------------------------------------------
@@ -108,10 +107,10 @@ class PipelineModel(Protocol):
     def context(
         self, layer: Any, batch: Tree, samples_B: Any, rng: Any, part: Any, busy: Any
     ) -> Any:
-        """What a layer is told beside its input: which layer it is (int32 []; -1: the embedding),
+        """What a layer is told besides its input: which layer it is (int32 []; -1: the embedding),
         the rows' numbers in the global batch (int32 [B]), the step's random key (uint32 [2]; None:
         no dropout), which slice of the sequence this is, and whether the stage computes anything
-        that counts (bool []; None: it does). None where none of it matters."""
+        that counts (bool []; None: it does). None if none of it matters."""
         ...
 
     def embed(self, shared: Tree, batch: Tree, context: Any) -> Stream:
@@ -120,8 +119,8 @@ class PipelineModel(Protocol):
         ...
 
     def layer(self, kind: str, params: Tree, stream: Stream, context: Any, *cache: Tree) -> Any:
-        """The stream after a layer. For a slice of the sequence, with the cache of earlier ones
-        (`empty_cache`), (stream, this slice's own part of one, [B, S / slices, ...])."""
+        """The stream after a layer. For a slice of the sequence, given the cache of earlier ones
+        (`empty_cache`): (stream, this slice's own part of the cache, [B, S / slices, ...])."""
         ...
 
     def loss(self, shared: Tree, stream: Stream, batch: Tree) -> jax.Array:
@@ -129,14 +128,13 @@ class PipelineModel(Protocol):
         ...
 
     def losses(self, shared: Tree, stream: Stream, batch: Tree) -> dict[str, jax.Array]:
-        """What training minimises the sum of, by name, float32 [] each: "loss" as above, and such
-        as layers add themselves."""
+        """The losses whose sum training minimises, by name, float32 [] each: "loss" as above, and
+        any that layers add themselves."""
         ...
 
     def head_positions(self, shared: Tree, stream: Stream) -> int:
-        """Of a shard of the sequence, how many positions `loss` and `scores` are to be given at
-        once: with them what a batch has for these, and what it has for a row with the first alone.
-        """
+        """How many positions of a shard of the sequence `loss` and `scores` are given at once, with
+        the batch's arrays cut to these. Arrays with one value a row come in the first call only."""
         ...
 
     def scores(self, shared: Tree, stream: Stream, batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -148,20 +146,20 @@ class PipelineModel(Protocol):
         """logits_Bv float32, this device's part of the vocabulary, at each row's position."""
         ...
 
-    # -- sequences in slices, and texts that go on ------------------------------------------------
+    # -- sequences in slices, and texts that are continued ----------------------------------------
 
     def empty_cache(self, kind: str, rows: int) -> Tree:
         """[B, S, ...] each: what a layer hands from slice to slice, keys and values as a rule; no
-        leaves where it needs nothing of earlier slices."""
+        leaves if it needs nothing of earlier slices."""
         ...
 
     def empty_past(self, kind: str, rows: int, length: int) -> dict[str, Tree]:
         """[n, B, h, S, K] each, or a `State`: what a layer keeps of texts up to that length, by the
-        names that it gives to `keep`; {} where it keeps nothing."""
+        names that it gives to `keep`; {} if it keeps nothing."""
         ...
 
     def extend(self, kind: str, params: Tree, stream: Stream, context: Any, keep: Keep) -> Stream:
-        """The stream after a layer on the next t positions of texts, those of `context` or the
-        first, of which batch["last"], int32 [B], is the last that counts. What is to be kept it
-        gives to `keep`, each name once."""
+        """The stream after a layer on the next t positions of texts: those in `context`, or the
+        first t. The last that counts is batch["last"], int32 [B]. What is to be kept is given to
+        `keep`, each name once."""
         ...

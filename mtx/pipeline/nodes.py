@@ -1,5 +1,5 @@
-"""What a braid computes: equations, passes of several that only move memory, and writes; what each
-takes, and which waits for which.
+"""What a braid computes: equations, passes of several that only move memory, and writes; how long
+each takes, and which waits for which.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mtx.pipeline.slots import add, read, write
 from mtx.strand import bind, is_matmul, variables_of
 
 _SHORT = 5e-6  # collectives that take less are not worth a matmul
-_BRIEF = 3e-6  # nor are passes a place of their own
-BEHIND = "behind"  # how JAX's equations call `behind`
+_BRIEF = 3e-6  # passes that take less are not worth a place of their own
+BEHIND = "behind"  # the name of `behind` in JAX's equations
 _SAME = "name", "optimization_barrier"
 _VIEWS = ("reshape", "squeeze", "expand_dims", *_SAME)  # move nothing
-# XLA begins a collective as late as what lies beside it seems to take. By its estimates a product
-# that reads a weight in place takes no time, and one of float32 in attention by blocks up to forty
-# times as long as it does: here none takes any, so that collectives begin where the order says.
-# (In nanoseconds; XLA reads it in xla/service/gpu/model/sol_latency_estimator.cc.)
+# XLA begins a collective as late as its estimates of what lies beside it allow. It takes a product
+# that reads a weight in place to need no time, and a float32 one in blocked attention up to forty
+# times what it needs. Here all products are said to need none, so that collectives begin where the
+# order says. (In nanoseconds; XLA reads it in xla/service/gpu/model/sol_latency_estimator.cc.)
 _NO_TIME = {"latency_metadata": "1"}
 
 
 class Part(NamedTuple):
-    """A value that lies in an array: no barrier is put between it and those that read it there."""
+    """A value that lies in an array and is read there, with no barrier in between."""
 
     array: int  # its number
     index: tuple
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """A value to be written to a part of an array, behind what is made of the array as it was."""
+    """A value to be written to a part of an array, after all that is made of its old contents."""
 
     index: tuple
     inputs: list[int]  # array, value
@@ -51,7 +51,7 @@ class Write:
     behind: tuple[int, ...]
     size: int  # of the value, bytes
     last: bool  # in a tick's last pair of layers
-    at_once: bool = False  # written when it is made, and read from the array
+    at_once: bool = False  # written as soon as it is made, and read from the array
     is_same = False
 
     @property
@@ -64,12 +64,12 @@ class Write:
 
     @property
     def begins(self) -> list[int]:
-        """What a barrier before it holds."""
+        """The values that a barrier before it holds."""
         return self.inputs[:1]
 
     @property
     def ends(self) -> list[int]:
-        """What a barrier behind it holds."""
+        """The values that a barrier after it holds."""
         return self.outputs
 
     @property
@@ -83,7 +83,7 @@ class Write:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An equation, with its inputs and outputs by their numbers."""
+    """An equation, with the numbers of its inputs and outputs."""
 
     jaxpr: Any
     eqn: Any
@@ -91,12 +91,12 @@ class Node:
     outputs: list[int]
     side: str
     later: bool
-    after: tuple[int, ...] = ()  # values that are there before, though it does not read them
+    after: tuple[int, ...] = ()  # values that must be there first, though it does not read them
     behind = ()
 
     @property
     def is_same(self) -> bool:
-        """Whether its outputs are its inputs, once these are rounded to their type."""
+        """Whether its outputs equal its inputs, at most rounded to their own type."""
         if self.eqn.primitive.name == "reduce_precision":
             kept = self.eqn.params["exponent_bits"], self.eqn.params["mantissa_bits"]
             found = jnp.finfo(self.eqn.outvars[0].aval.dtype)
@@ -105,7 +105,7 @@ class Node:
 
     @cached_property
     def op(self) -> Step | None:
-        """What there is to be ordered; None: it is computed in passing."""
+        """The step to be ordered; None if the equation is computed on the way."""
         if communicates(self.eqn):
             seconds, network = collective_s(self.eqn)
             step = Step(seconds, True, self.later, self.side, network=network)
@@ -121,7 +121,7 @@ class Node:
 
     @property
     def given(self) -> list[int | None]:
-        """The number of each of the equation's inputs; None of what is written in it."""
+        """The number of each of the equation's inputs; None for a literal."""
         numbers = iter(self.inputs)
         return [None if isinstance(v, Literal) else next(numbers) for v in self.eqn.invars]
 
@@ -140,23 +140,23 @@ class Sum:
     value: int
     total: int  # the array
     nodes: list[Node]  # from the matmul to the gradient
-    loop: Node | None = None  # that adds more to it
+    loop: Node | None = None  # one that adds more to it
 
     def compute(self, total, value):
         return add(total, value, *self.index)
 
 
 def can_wait(array) -> bool:
-    """Whether `behind` can take it: not one number alone, nor whole numbers."""
+    """Whether `behind` can take an array: neither a single number nor integers."""
     return array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
 
 
 @jax.jit
 def behind(array, total):
-    """The array, but nothing of it is read before the total is there: where an element of that is
-    NaN, so is one of the array's. Which element, only the array says: else XLA would read it of the
-    last gradient, and then have no matmul add that in place. (An equation of its own to those who
-    read a step's.)"""
+    """The array, tied to the total: nothing of it can be read before the total is there. If an
+    element of the total is NaN, one of the array becomes NaN. The array itself decides which
+    element is read: otherwise XLA would read it from the last gradient, and no matmul would then
+    add that one in place. (Jitted, so that it is one equation to whoever reads a step's.)"""
     own = read(array, *(0,) * array.ndim)
     element = read(total, *(0,) * (total.ndim - 1), jnp.isnan(own).astype(jnp.int32))
     is_nan = jnp.isnan(element)
@@ -165,8 +165,8 @@ def behind(array, total):
 
 
 def product_of(value: int, nodes: Sequence[Node]) -> tuple[int | None, list[Node]]:
-    """The product of a matmul of which alone a value is made, and what stands between the two; None
-    where there is none, or others read it."""
+    """(the matmul's product from which alone a value is made, the nodes in between); (None, []) if
+    there is no such product, or others read it or what is in between."""
     made_by = {number: node for node in nodes for number in node.outputs}
     way = way_to([value], made_by)
     between = [node for node in nodes if node in way]
@@ -183,7 +183,7 @@ def product_of(value: int, nodes: Sequence[Node]) -> tuple[int | None, list[Node
 
 def before_loop(value: int, dtype, nodes: Sequence[Node]) -> tuple[Node | None, int, int]:
     """What a gradient of this type is before a loop that adds more to it: (the loop, which of its
-    outputs the gradient is, the number of what that goes on from); (None, 0, the gradient) where
+    outputs the gradient is, the number of that output's initial value); (None, 0, the gradient) if
     there is no such loop."""
     node = next((node for node in nodes if value in node.outputs), None)
     if node is not None and is_loop(node.eqn):
@@ -197,23 +197,23 @@ def before_loop(value: int, dtype, nodes: Sequence[Node]) -> tuple[Node | None, 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Equations on the way to a matmul or to a collective, of what others of these have made."""
+    """Equations that lead from outputs of matmuls and collectives to another one of these."""
 
     nodes: list[Node]
-    begins: list[int]  # what those have made, and others of its kind for them
-    ends: list[int]  # what matmuls and collectives read of it, and outputs
+    begins: list[int]  # its inputs that matmuls, collectives and other passes have made
+    ends: list[int]  # its values that matmuls and collectives read, and outputs
     seconds: float
-    own: frozenset[Node] = frozenset()  # the others are on the way to these and to earlier ones
+    own: frozenset[Node] = frozenset()  # the other nodes lead to these and to earlier ones
 
 
 def passes_of(
     nodes: Sequence[Node], outputs: Collection[int], sums: Collection[Node],
     loops: Collection[Node],
 ) -> list[Pass]:  # fmt: skip
-    """What leads to matmuls and collectives, then what leads to sums' matmuls and to outputs alone.
-    An equation is in the first that needs it; those that are brief, and what only leads to weight
-    gradients that matmuls make, are in none. What sums need comes along with what reads the same:
-    XLA makes one pass of the two. Loops that add to gradients are in none."""
+    """The passes that lead to matmuls and collectives, then those that lead only to sums' matmuls
+    and to outputs. An equation is in the first pass that needs it. Brief passes are left out, as
+    are equations that only lead to weight gradients made by matmuls, and loops that add to
+    gradients. What sums need joins the pass that reads the same: XLA makes one pass of both."""
     made_by = {number: node for node in nodes for number in node.outputs}
     stored = {number for node in nodes if node.op or node in loops for number in node.outputs}
     ends = {number for node in nodes if node.op for number in node.inputs}.union(outputs)
@@ -249,13 +249,12 @@ def passes_of(
 
 
 def moves(nodes: Iterable[Node]) -> bool:
-    """Whether any is no view."""
+    """Whether any node is not a view."""
     return any(not is_view(node.eqn) for node in nodes)
 
 
 def is_view(eqn) -> bool:
-    """Whether an equation only calls what there is something else, or turns axes of which one
-    element is left."""
+    """Whether an equation only gives a value another shape or name, or moves dims of size 1."""
     if eqn.primitive.name == "transpose":
         shape = eqn.invars[0].aval.shape
         order = [dim for dim in eqn.params["permutation"] if shape[dim] > 1]
@@ -264,8 +263,8 @@ def is_view(eqn) -> bool:
 
 
 def _is_kernel(nodes: Collection[Node], ends: Collection[int]) -> bool:
-    """Whether any is left once XLA has dropped those that turn a value's type there and back. ends:
-    what others may read."""
+    """Whether any node is left once XLA has dropped conversions of type there and back. ends: the
+    values that others may read."""
     if any(not is_view(n.eqn) and n.eqn.primitive.name != "convert_element_type" for n in nodes):
         return True
     made: dict[int, Any] = {}
@@ -283,7 +282,7 @@ def _is_kernel(nodes: Collection[Node], ends: Collection[int]) -> bool:
 def way_to(
     numbers: Iterable[int], made_by: Mapping[int, Node], taken: Collection[Node] = ()
 ) -> set[Node]:
-    """The equations on the way to values, back to matmuls, collectives and what is taken."""
+    """The equations on the way to values, back to matmuls, collectives and what is `taken`."""
     found: set[Node] = set()
     waiting = list(numbers)
     while waiting:
@@ -307,17 +306,17 @@ def _pass(nodes: list[Node], stored: Collection[int], ends: Collection[int]) -> 
 
 
 class Asked:
-    """What there is to be ordered: matmuls and collectives, and what moves memory beside them."""
+    """What is to be ordered: matmuls and collectives, and the memory operations beside them."""
 
     def __init__(
         self, nodes: Sequence[Node], outputs: Collection[int], writes: Sequence[Write],
         summed: Collection[int], loops: Collection[Node],
     ):  # fmt: skip
-        """summed: the products of matmuls that are weight gradients, and added up; loops: that add
-        to the same."""
-        # Short collectives have no place of their own, nor have passes where there are such. Of a
-        # function's several that XLA joins where they are ready at once, as those of FP8's largest
-        # magnitudes, nothing is put off.
+        """summed: the products of matmuls that are weight gradients, and added up; loops: those
+        that add to the same gradients."""
+        # Short collectives have no place of their own; if there are any, passes have none either.
+        # If a function has several, which XLA joins when they are ready at once (as those of FP8's
+        # largest magnitudes), nothing is put off.
         short = [node for node in nodes if communicates(node.eqn) and not node.op]
         joined = [node.side for node in short if node.eqn.primitive.name != "all_to_all"]
         self.joins = len(joined) > len(set(joined))
@@ -325,7 +324,7 @@ class Asked:
             node for node in nodes if node.op and not set(node.outputs).isdisjoint(summed)
         }
         passes = [] if short else passes_of(nodes, outputs, self._sums, loops)
-        # Nor then have the last pair's writes, or XLA copies rings (Bamba: 6.37 s, not 6.27).
+        # The last pair's writes have none either, or XLA copies rings (Bamba: 6.37 s, not 6.27).
         writes = [each for each in writes if not (short and each.last)]
         self.large = [node for node in nodes if node.op]
         self.memory: list[Pass | Write] = [*passes, *writes]
@@ -334,8 +333,8 @@ class Asked:
         self._until = [set[int]() for _ in self.memory]
         self._after = [set[int]() for _ in self.memory]  # numbers of passes
         of_node = {node: number for number, each in enumerate(passes) for node in each.own}
-        self._waits: dict[int, frozenset[int]] = {}  # of each value, for steps
-        self._needs: dict[int, frozenset[int]] = {}  # and for passes
+        self._waits: dict[int, frozenset[int]] = {}  # the steps that each value waits for
+        self._needs: dict[int, frozenset[int]] = {}  # and the passes
         for node in nodes:
             self._follow(node, of_node.get(node))
         for number, each in enumerate(writes, len(passes)):
@@ -344,7 +343,7 @@ class Asked:
             self._after[number] |= self._union(self._needs, read)
 
     def _follow(self, node: Node, number: int | None) -> None:
-        """number: of the pass in which it is."""
+        """number: of the pass that the node is in."""
         before = self._union(self._waits, (*node.inputs, *node.after))
         after = self._union(self._needs, (*node.inputs, *node.after))
         if node.op:
@@ -374,13 +373,13 @@ class Asked:
 
 
 def is_large(size: int) -> bool:
-    """Whether so many bytes are worth a place of their own, to be read and written."""
+    """Whether it is worth a place of its own to read and write this many bytes."""
     return moved_s(2 * size) > _BRIEF
 
 
 def is_written_in_place(value: int, made_by: Mapping[int, Node]) -> bool:
-    """Whether XLA:GPU can have a value written to a part of an array by what makes it: a pass, or
-    a matmul."""
+    """Whether XLA:GPU can have what makes a value, a pass or a matmul, write it straight to a part
+    of an array."""
     way = way_to([value], made_by)
     if moves(way):
         return True
@@ -392,6 +391,6 @@ def is_written_in_place(value: int, made_by: Mapping[int, Node]) -> bool:
 
 
 def reads_in_place(node: Node) -> bool:
-    """Whether XLA:GPU reads parts of arrays where they lie, in that equation: not in kernels that
-    it knows nothing of, nor in loops."""
+    """Whether XLA:GPU reads parts of arrays in place in that equation: not in kernels that it knows
+    nothing about, nor in loops."""
     return is_matmul(node.eqn) or not (flops_of(node.eqn) or communicates(node.eqn))

@@ -1,8 +1,7 @@
-"""In which order collectives and matmuls are computed, so that matmuls lie beside collectives, and
-with them what only moves memory.
+"""Find an order in which matmuls and memory operations lie beside collectives.
 
-A list scheduler finds a first one (`mtx.pipeline.blocks`). Of F with B, where no collective leaves
-the node, that is improved by simulated annealing (`mtx.pipeline.anneal`).
+A list scheduler finds a first one (`mtx.pipeline.blocks`). For F with B, if no collective leaves
+the node, simulated annealing improves it (`mtx.pipeline.anneal`).
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from mtx.pipeline.blocks import MemoryOp, Step, Turn, blocks
 
 
 class Order(NamedTuple):
-    turns: tuple[Turn, ...]  # what moves memory and is in none is computed in passing
-    waited_s: float  # for collectives, by what is not only for weight gradients
-    is_timed: bool  # what comes behind the done of a collective is not computed before it
+    turns: tuple[Turn, ...]  # memory operations in none of them are computed on the way
+    waited_s: float  # for collectives, by more than weight gradients
+    is_timed: bool  # what comes after a collective's done is not computed before it
 
 
 @lru_cache(maxsize=512)
 def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
-    """The same steps always get the same one."""
+    """The order of these steps and memory operations, always the same one for the same input."""
     found = blocks(steps, memory)
     first = tuple(found.turns(steps))
     sent, sides = [step for step in steps if step.communicates], {step.side for step in steps}
@@ -38,7 +37,7 @@ def order(steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> Order:
 def _annealed(
     steps: Sequence[Step], memory: Sequence[MemoryOp], first: Sequence[Turn]
 ) -> Order:  # fmt: skip
-    """The best that follows from a first one. What moves memory has a number behind all steps'."""
+    """The best order found from a first one. Memory operations are numbered after all steps."""
     count = len(steps)
     before = [set(step.before) for step in steps]
     before += [{*op.before, *(count + n for n in op.after)} for op in memory]
@@ -47,7 +46,7 @@ def _annealed(
             before[place].add(count + number)
     links = frozenset(n for n, step in enumerate(steps) if step.communicates)
     later = frozenset(n for n, step in enumerate(steps) if step.later) - links
-    for place in later:  # XLA has them when it likes, mostly last
+    for place in later:  # XLA computes them when it likes, mostly last
         before[place] |= {*range(count)} - later - links
     wanted = [0.0] * count + [0.0 if op.until else math.inf for op in memory]
     for at, (what, number) in enumerate(first, start=1):
@@ -67,10 +66,10 @@ def _annealed(
 def _turns(
     timed: Timed, streams: Streams, steps: int, later: frozenset[int]
 ) -> Iterator[Turn]:  # fmt: skip
-    """The sequence, with each collective waited for when it has come, at the latest by what needs
-    it. What moves memory has a turn only where it lies beside a collective and would not lie there
-    anyway, between what comes before and after it; none where only what is `later` is left.
-    steps: their count."""
+    """The sequence in turns, with each collective waited for as soon as it is done, at the latest
+    before what needs it. A memory operation has a turn only if it lies beside a collective and the
+    steps before and after it would not keep it there anyway; none has one once all that is left is
+    `later`. steps: the number of steps."""
     links = deque(sorted(streams.links, key=lambda n: timed.until_s[n]))
     computed = [n for n in timed.sequence if n not in streams.links]
     left = sum(n < steps and n not in later for n in computed)  # matmuls
@@ -102,7 +101,7 @@ def _turns(
         elif flying and (left or not later) and not forced:
             yield Turn(previous := "move", number - steps)
         last = number
-    for n in links:  # with nothing left to lie beside
+    for n in links:  # with nothing left to lie beside them
         yield from done(streams.before[n])
         flying.append(n)
         yield Turn("start", n)

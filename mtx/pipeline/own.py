@@ -1,4 +1,4 @@
-"""A layer of a chunk while an op runs it, and what of all that is kept is its own.
+"""One layer of a chunk while an op runs it, with its own entries in all that is kept.
 
 Legend: B rows · S sequence · C chunks · N layers of a kind in a chunk · R ring slots
 """
@@ -17,7 +17,7 @@ Tree = Any
 
 @dataclass(eq=False)
 class Own:
-    """A layer of a chunk, and its entries in what is kept of its kind's layers."""
+    """A layer of a chunk, and its entries in what is kept of the layers of its kind."""
 
     kind: str
     n: Any  # among the chunk's layers
@@ -27,7 +27,7 @@ class Own:
 
     @classmethod
     def of(cls, kind: str, n, index, trees: dict, first: dict, *, entry=None) -> Own:
-        """`entry`: its index in the trees, where that is another one."""
+        """entry: its index in the trees, if that is not `index`."""
         entry = index if entry is None else entry
         own = {name: tree[kind] for name, tree in trees.items() if tree is not None}
         return cls(kind, n, index, own, {name: (first[name], entry) for name in own})
@@ -40,7 +40,7 @@ class Own:
         }
 
     def has_one_slot(self, name: str) -> bool:
-        """Whether what is kept under that name is of one microbatch."""
+        """Whether what is kept under that name has a single slot."""
         return all(len(ring) == 1 for ring in jax.tree.leaves(self.trees[name]))
 
     def read(self, name: str) -> Tree:
@@ -59,9 +59,9 @@ def entry_of(tree: Tree, *index) -> Tree:
 
 
 class Kept(NamedTuple):
-    """What B changes beside its output; {kind: ...} each."""
+    """What B changes besides its output; {kind: ...} each."""
 
     gradients: Tree  # leaves [C, N, ...] float32, None for those that W makes
-    deferred: Tree  # [R, N, ...]; None where W is not split
+    deferred: Tree  # [R, N, ...]; None if W is not split
     dcaches: Tree  # [R, N, B, S, ...]; None without slices
     ahead: Tree  # the host's part of the next layers' residuals; None without offload

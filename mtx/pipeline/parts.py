@@ -30,11 +30,12 @@ class Parts:
     axes: Axes
     # with zero=3: how the leaves of a chunk [N, ...], or of a layer, are sharded over the replicas
     data_shards: Tree = None
-    # with zero=1, where the layers' parameters are gathered and their gradients are scattered a
-    # chunk at a time, in woven ticks: how a chunk's leaves [N, ...] are sharded
+    # with zero=1, if the layers' parameters are gathered and their gradients scattered a chunk at a
+    # time, in woven ticks: how a chunk's leaves [N, ...] are sharded
     chunk_shards: Tree = None
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """The ticks in which that is done; none for the first chunk and the last."""
+        """The ticks in which that is done; none for the first chunk's gather or the last's
+        scatter."""
         return (*gather_windows(self.schedule), *scatter_windows(self.schedule))

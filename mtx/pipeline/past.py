@@ -1,4 +1,4 @@
-"""What a layer keeps of texts that go on, of one microbatch.
+"""What a layer keeps of texts that are continued, for one microbatch.
 
 Legend: M microbatches · B rows · C chunks · N layers of a kind in a chunk · h heads · t the next
 positions · S kept ones · K head size
@@ -21,20 +21,20 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The entries of a layer [c, n] and of B rows from `first_row` on, in leaves
+    """The entries of layer [c, n] and of B rows from `first_row` on, in leaves
     [C, N, n, M*B, h, S, K]; of a `State`, in [C, N, n, M*B, h, ...]."""
 
     layer: tuple[Any, Any]
     first_row: Any
     rows: int  # B
-    positions_B: jax.Array | None  # int32, of one position of each row; None: the first t
+    positions_B: jax.Array | None  # int32, one position for each row; None: the first t
     axes: Axes
 
     def _start(self, past) -> tuple:
         return *self.layer, 0, self.first_row, *(0,) * (past.ndim - 4)
 
     def _replace(self, past, own_nBh):
-        """With the first t positions, or with another state."""
+        """`past` with its first t positions, or its state, replaced."""
         return lax.dynamic_update_slice(past, own_nBh[None, None], self._start(past))
 
     def _at_positions(self, past, own_nBhtK):
@@ -48,7 +48,7 @@ class Past:
         return lax.dynamic_slice(past, self._start(past), shape)[0, 0]
 
     def keep(self, past: dict[str, Tree], parts: dict[str, Tree | None]) -> tuple[dict, Any]:
-        """(the layer's past with these parts, all that it now has of them: see
+        """(the layer's past with these parts, everything it now keeps under their names: see
         `mtx.pipeline.model.Keep`)"""
 
         def wrote(past, part):

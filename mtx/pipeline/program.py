@@ -1,13 +1,13 @@
 """The pipeline: one scan over the ticks of a schedule's table, on every stage at once.
 
-Runs inside the step's `shard_map`. A tick is: receive, embed, F, send x, head and loss, B, gradient
-of the embedding, and W where the table splits it from B; the gradient is sent at the start of the
-next tick. So the send of a tick's F has its B to run beside, and that of its B has W and the next
-F; XLA:GPU keeps them there with the options of `mtx.step.xla`. A tick is written out in `run`, what
-F, B and W do with a stage's layers in `stage`. With weave="on" a tick is that of `woven`. Nothing
-here grows with the microbatches.
+It runs inside the step's `shard_map`. A tick is: receive, embed, F, send x, head and loss, B,
+gradient of the embedding, and W if the table splits it from B; dx is sent at the start of the next
+tick. So the send of a tick's F can overlap with its B, and that of its B with W and the next F;
+XLA:GPU keeps them there with the options of `mtx.step.xla`. A tick is written out in `run`, what F,
+B and W do with a stage's layers in `stage`. With weave="on" a tick is that of `woven`. Nothing here
+grows with the number of microbatches.
 
-What it knows of a model stands in `model`. Embedding and head are sharded over `pipe`, so all
+`model` has all that it knows about a model. Embedding and head are sharded over `pipe`, so all
 stages run them together, in the ticks that the table names; their collectives span `pipe` and must
 not be in a branch that only some stages take.
 
@@ -43,9 +43,9 @@ class Pipeline(Parts):
         params: {"embed": ..., "head": ..., "layers": {kind: leaves [C, N, ...]}}, the local shards;
         batch: leaves [M, B, S]; samples_MB: int32, rows of the global batch; rng: uint32 [2];
         loss_weight: float32 [], the gradient of the scalar that is minimised with respect to the
-        sum of losses. Gradients are float32 and still to be summed over `sum_axes` (over the
-        replicas those of the layers are summed with zero=3 and with `chunk_shards`, and sharded
-        like the parameters).
+        sum of losses. Gradients are float32 and still to be summed over `sum_axes`. With zero=3 or
+        `chunk_shards` those of the layers are already summed over the replicas, and sharded like
+        the parameters.
         """
         kind = WovenRun if self.layout.weave == "on" else Run
         run = kind(self, params, batch, samples_MB, rng, loss_weight)
@@ -70,8 +70,9 @@ class Pipeline(Parts):
         dropout, whole sequences. `output` is called on all stages together. Other arguments as in
         `gradients`.
 
-        past: for texts that go on, see `Stage.extend`; then (outputs, past). batch["positions"]
-        int32 [M, B, 1] is that of each row's next token; without, these are the first ones.
+        past: for texts that are continued, see `Stage.extend`; the result is then (outputs, past).
+        batch["positions"], int32 [M, B, 1], is the position of each row's next token; without it,
+        the tokens are the first ones.
         """
         run = Run(self, params, batch)
         last_tick = int(self.schedule.forward_ticks.max())
@@ -121,7 +122,7 @@ class Pipeline(Parts):
 
     def empty_past(self, rows: int, length: int) -> Tree:
         """{kind: leaves [C, N, n, rows, h, length, K], or a `State`}: what this stage's layers keep
-        of so many texts of up to that length, before there is any."""
+        of `rows` texts of up to `length` positions, still empty."""
 
         def empty(kind: str) -> Tree:
             stack = self.placement.slots_of(kind).shape[1:]

@@ -1,6 +1,6 @@
-"""Loops that hardly ever turn, as of full experts' further rounds. What they read of weights, and
-add to weight gradients, stays where it lies: given to a loop as an array of its own, XLA would copy
-it though the loop has no turn.
+"""Loops that hardly ever run, such as the extra rounds of full experts. The weights that they read,
+and the weight gradients that they add to, stay where they lie: if they were given to a loop as
+arrays of their own, XLA would copy them even if the loop never ran.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SUMS = "add", "add_any"
 
 
 class Entry(NamedTuple):
-    """array[index], of an array that is given whole."""
+    """array[index], given as the whole array and the index."""
 
     array: Any
     index: tuple
@@ -30,12 +30,12 @@ def is_loop(eqn) -> bool:
 
 
 def first_carried(eqn) -> int:
-    """The place, among a loop's inputs, of what its first output goes on from."""
+    """The place, among a loop's inputs, of the initial value of its first output."""
     return eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
 
 
 def only_adds(eqn, output: int) -> bool:
-    """Whether all that a loop does with what an output goes on from is to add to it."""
+    """Whether a loop does nothing with an output's previous value but add to it."""
     body, condition = (Strand.flat(eqn.params[name]) for name in ("body_jaxpr", "cond_jaxpr"))
     before = body.invars[eqn.params["body_nconsts"] + output]
     after = body.outvars[output]
@@ -49,8 +49,8 @@ def only_adds(eqn, output: int) -> bool:
 
 
 def run(eqn, values: Sequence) -> list:
-    """The outputs of a loop of these inputs, arrays or entries of arrays. Of what goes on from an
-    entry the whole array is the output, with the sum there."""
+    """The outputs of a loop given these inputs, arrays or entries of arrays. An output that starts
+    from an entry is the whole array, with the sum in that entry."""
     of_condition, of_body = eqn.params["cond_nconsts"], first_carried(eqn)
     condition, body = (jaxpr_as_fun(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     start = values[of_body:]
@@ -58,7 +58,7 @@ def run(eqn, values: Sequence) -> list:
     def arrays(given: Sequence, tied) -> Iterator:
         for value in given:
             if isinstance(value, Entry):
-                # XLA would read what does not change in front of the loop.
+                # XLA would hoist the read of what does not change out of the loop.
                 index, _ = lax.optimization_barrier((value.index, tied))
                 value = read(value.array, *index)
             yield value

@@ -132,8 +132,8 @@ class Run(Call):
         return carry._replace(gradients=carry.gradients._replace(of_w=of_w, reduced=reduced))
 
     def send(self, stream: Stream, routes: tuple[Route, ...]) -> tuple[Stream, ...]:
-        """What arrives on each route. Where all tensor ranks hold the same, each sends its part of
-        the sequence (SC'21's scatter/gather optimisation, section 4.1)."""
+        """Send a stream on each route; returns what arrives. If all tensor ranks hold the same,
+        each sends its part of the sequence (SC'21's scatter/gather optimisation, section 4.1)."""
         whole = self.axes.tensor and not self.axes.sequence_parallel
 
         def send(x_BsD, by: int):
@@ -147,7 +147,7 @@ class Run(Call):
         )
 
     def deliver(self, rings, arrived, receives: tuple[Receive, ...]):
-        """The rings with what has arrived."""
+        """The rings with what has arrived written to them."""
         each = zip(rings, arrived, receives, strict=True)
         return tuple(
             None if ring is None else write(ring, stream, receive.arrives)
@@ -155,7 +155,7 @@ class Run(Call):
         )
 
     def take(self, rings, arrived, receives: tuple[Receive, ...]) -> Stream:
-        """What this tick uses, out of a ring or as it has just arrived."""
+        """The input that this tick uses, out of a ring or as it has just arrived."""
         if not arrived:  # one chunk: there is nobody to receive from
             return self.zeros()
         each = zip(rings, arrived, receives, strict=True)
@@ -176,12 +176,12 @@ class Run(Call):
             return lax.cond(op.embed != IDLE, embed, lambda _: self.zeros(), op.embed)
 
     def input(self, op: Op, entered: Stream, rings, arrived, receives) -> Stream:
-        """The input of an F: the embedding on virtual stage 0, what has arrived elsewhere."""
+        """The input of an F: the embedding on virtual stage 0, what has arrived on all others."""
         is_input = self.holds_first & (op.chunk == self.first_chunk)
         return where(is_input, entered, self.take(rings, arrived, receives))
 
     def last_output(self, y: Stream) -> Stream:
-        """The last virtual stage's, on every stage."""
+        """The last virtual stage's output, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_last, self.axes.pipe), y)
 
     def head(self, carry: Carry, op: Tick, y: Stream) -> tuple[Carry, Stream]:
@@ -203,7 +203,7 @@ class Run(Call):
         return add_gradients(self.model, self.shared, y, batch, self.loss_weight, sums)
 
     def backward_op(self, carry: Carry, tick: Tick, arrived, dy: Stream) -> tuple[Carry, Stream]:
-        """(carry, dx). dy: that of the last virtual stage, from the head."""
+        """(carry, dx). dy: the gradient of the last virtual stage's output, from the head."""
         op, stash, gradients = tick.backward, carry.stash, carry.gradients
         rings = self.deliver(carry.messages.gradient_receives, arrived, tick.gradient_receives)
 
@@ -251,18 +251,18 @@ class Run(Call):
         return carry, dx
 
     def nothing_where_idle(self, op: Op, d: Stream) -> Stream:
-        """An idle B that is not skipped computes, with a gradient of zero."""
+        """`d`, but zero for an idle B that is computed instead of skipped."""
         if self.layout.idle == "skip":
             return d
         return jax.tree.map(lambda a: a * op.busy.astype(a.dtype), d)
 
     def dx_of_first(self, dx: Stream) -> Stream:
-        """The first virtual stage's, on every stage."""
+        """The first virtual stage's dx, on every stage."""
         return jax.tree.map(lambda a: broadcast_from(a, self.holds_first, self.axes.pipe), dx)
 
     def embed_backward(self, total: Tree, item, dx: Stream) -> Tree:
-        """`total` with the gradients of an item's embedding added, on virtual stage 0; none are of
-        IDLE."""
+        """`total` plus the gradients of an item's embedding, from dx of virtual stage 0; unchanged
+        for IDLE."""
 
         def compute(total, dx):
             return add_up(total, self.embedding_gradients(self.dx_of_first(dx), item))
@@ -276,7 +276,7 @@ class Run(Call):
         return any(jax.tree.leaves(self.trained["embed"]))
 
     def embedding_gradients(self, dx: Stream, item) -> Tree:
-        """Those of what is trained of embedding and head, of an item's embedding."""
+        """The gradients of an item's embedding for the trained parameters of embedding and head."""
         batch, context = self.batch_of(item), self.context(item, IDLE)
 
         def embed(trained):
@@ -286,7 +286,8 @@ class Run(Call):
         return vjp(dx)[0]
 
     def unless_idle(self, half: str, op: Op, compute: Callable, idle: Callable, *args):
-        """Without a conditional where none is idle: XLA may copy what that changes."""
+        """Run `compute`, or `idle` if the stage sits this half out. If no stage ever does, there is
+        no conditional, because XLA may copy what one changes."""
         run = self.by_chunk(compute)
         if self.layout.idle == "skip" and not getattr(self.schedule, half).busy.all():
             return lax.cond(op.busy, run, idle, *args)
@@ -294,8 +295,8 @@ class Run(Call):
 
     @property
     def in_branches(self) -> bool:
-        """Whether each chunk has a branch, whose offsets into weights and gradients then are
-        constants: XLA:GPU adds gradients in place at no others."""
+        """Whether each chunk has a branch of its own, so that its offsets into weights and
+        gradients are constants: XLA:GPU adds gradients in place at no other offsets."""
         whole = self.layout.zero == 1
         return self.axes.in_place and whole and self.schedule.virtual > 1
 

@@ -1,9 +1,9 @@
-"""The weight gradients of the layer whose B is the last of a tick, shared out among what is sent.
+"""Place the weight gradients of the layer whose B is the last of a tick beside what the tick sends.
 
 Some stay with B, to lie beside what it scatters last; the others wait, in three parts, for what the
-tick sends. Each lies where least is left exposed, by the costs of the target; the largest also in
-two shares, some rows here and the others there. Rows of it are columns of what is multiplied, and
-those XLA copies: that counts.
+tick sends. Each is placed where the least is left exposed, by the costs of the target; the largest
+may be split into two shares, some rows in one part and the rest in another. A share's rows are
+columns of an operand of the matmul, which XLA copies; that is counted.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mtx.vjp import Cut, LayerVJP
 
 Tree = Any
 
-_PARTS = 0.36, 0.28, 0.36  # so large they are where nothing speaks for another way
-_OWN = len(_PARTS)  # the number of what stays with B
+_PARTS = 0.36, 0.28, 0.36  # the parts' sizes by default
+_OWN = len(_PARTS)  # the number of the part that stays with B
 _UNITS = 8  # of rows; the first share of a gradient has two, four or six
-_MOST = 6  # gradients that are shared out one by one, the largest
-_ENOUGH = 2e-6  # to be gained
+_MOST = 6  # the largest gradients, which are placed one by one
+_ENOUGH = 2e-6  # seconds that another choice has to gain
 
 
 class Sends(NamedTuple):
     """What a tick sends beside each of the three parts, in seconds."""
 
-    with_head: tuple[float, float, float]  # but for x
+    with_head: tuple[float, float, float]  # without x
     without: tuple[float, float, float]
-    heads: float  # the share of ticks that have one
+    heads: float  # the share of ticks that have a head
     x: float  # to the next stage, beside the second part
-    head: float  # the head's matmuls that may lie beside that instead
+    head: float  # the head's matmuls, which may lie beside x instead
 
 
 class Share(NamedTuple):
@@ -55,26 +55,26 @@ class _Item(NamedTuple):
     leaf: int
     seconds: float
     size: int  # bytes
-    matmuls: tuple  # the variables that they give; () where one is in a loop
+    matmuls: tuple  # the variables that its matmuls give; () if one is in a loop
 
 
 class _Choice(NamedTuple):
-    """In which part each item lies; the largest perhaps in two shares."""
+    """The part in which each item lies; the largest may lie in two, a share in each."""
 
     parts: tuple[int, ...]
-    units: int = 0  # of the first one's rows, those that lie in `other`
+    units: int = 0  # units of the first item's rows that lie in `other`
     other: int = 0
     x_beside_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Division:
-    """B and W, and where what W makes lies."""
+    """B and W, and where each of W's gradients lies."""
 
     cut: Cut  # its gradients are shares, in a list
     shares: tuple[Share, ...]
-    gradients: Any  # their structure
-    x_beside_head: bool  # whether the head's matmuls lie beside what is sent of x
+    gradients: Any  # the structure of the gradients
+    x_beside_head: bool  # whether the head's matmuls lie beside the send of x
 
     @classmethod
     def of(cls, vjp: LayerVJP, sends: Sends) -> Division:
@@ -112,7 +112,7 @@ class Division:
         return self.gradients.unflatten(leaves), others, waits
 
     def part(self, part: int) -> tuple[list[Share], Strand]:
-        """The shares in a part, and what gives them of what waits."""
+        """(the shares in a part, the function that makes them from what waits)"""
         made = zip(self.shares, self.cut.made_by_w, strict=True)
         waiting = [share for share, is_late in made if is_late]
         mine = [share.part == part for share in waiting]
@@ -120,12 +120,13 @@ class Division:
 
 
 def seconds_of(eqns: Iterable) -> float:
-    """Of the collectives among equations."""
+    """Seconds of the collectives among equations."""
     return sum(collective_s(eqn)[0] for eqn in eqns if communicates(eqn))
 
 
 def _items(flat: Strand, weights: int) -> list[_Item]:
-    """The largest first. Of a loop that makes several each has its share."""
+    """The gradients that may wait, the largest first. The time of a loop that makes several is
+    divided among them."""
     _, of_w = divide(flat, weights, COLLECTIVES)
     made = {var for eqn in of_w for var in eqn.outvars}
     gradients = {
@@ -149,14 +150,15 @@ def _items(flat: Strand, weights: int) -> list[_Item]:
 
 
 def _source(variable, makers: Mapping):
-    """What it is that views only call something else."""
+    """The variable that a chain of views begins with."""
     while (maker := makers.get(variable)) and is_view(maker):
         variable = maker.invars[0]
     return variable
 
 
 def _last_scatter_s(flat: Strand, weights: int) -> float:
-    """What a layer's backward pass scatters last takes; 0 where that leaves the node, or is not."""
+    """Seconds of a layer's last scatter in its backward pass; 0 if that leaves the node, or there
+    is none."""
     needed = sorted(needed_of(flat.eqns, flat.outvars[weights:]))
     sent = [eqn for eqn in (flat.eqns[n] for n in needed) if communicates(eqn)]
     seconds, network = collective_s(sent[-1]) if sent else (0.0, True)
@@ -164,7 +166,7 @@ def _last_scatter_s(flat: Strand, weights: int) -> float:
 
 
 def _by_sizes(items: Sequence[_Item]) -> _Choice:
-    """The smallest stays with B; of the others the largest first, where the most is missing."""
+    """The smallest stays with B; the others, largest first, go to the part that lacks most."""
     plain = [item for item in items if item.matmuls]
     own = min(plain, key=lambda item: item.size) if len(plain) > 1 else None
     sizes = [0 if item is own else item.size for item in items]
@@ -181,8 +183,8 @@ def _best(
     items: Sequence[_Item], first: _Choice, sends: Sends, scatter_s: float,
     copied_s: float | None,
 ) -> _Choice:  # fmt: skip
-    """That which leaves least exposed. Items beyond the largest stay as in the first one. copied_s:
-    what it takes to have the largest in two shares, None where it cannot be."""
+    """The choice that leaves the least exposed. Items beyond the `_MOST` largest stay as in
+    `first`. copied_s: the cost of having the largest in two shares; None if that cannot be."""
     count, seconds = min(len(items), _MOST), np.array([item.seconds for item in items])
     best, best_s = first, np.inf
     for beside in (False, True):
@@ -214,7 +216,7 @@ def _best(
 def _exposed_s(
     parts: np.ndarray, seconds: np.ndarray, sends: Sends, scatter_s: float, *, x_beside_head: bool
 ) -> np.ndarray:
-    """Of divisions [n, items], in a mean tick."""
+    """Exposed seconds in a mean tick, for each of the divisions [n, items]."""
     *beside, own_s = (np.where(parts == part, seconds, 0.0).sum(1) for part in range(_OWN + 1))
 
     def left(wanted: Sequence[float]) -> np.ndarray:
@@ -228,8 +230,9 @@ def _exposed_s(
 
 
 def _copied_s(flat: Strand, item: _Item) -> float | None:
-    """What it takes to copy what is multiplied for a gradient; None where that is no product alone,
-    or others read it. What a pass makes XLA would not copy, but make in a pass of its own: None."""
+    """Seconds to copy the operand of the matmul that makes a gradient. None if the gradient is not
+    a product alone, or others read it; also if a pass makes the operand, because XLA would not copy
+    it, but make it in a pass of its own."""
     if len(item.matmuls) != 1 or flat.outvars[item.leaf] is not item.matmuls[0]:
         return None
     makers = {var: eqn for eqn in flat.eqns for var in eqn.outvars}
@@ -250,7 +253,7 @@ def _copied_s(flat: Strand, item: _Item) -> float | None:
 
 def _in_rows(flat: Strand, product, units: int) -> tuple[Strand, list, int]:
     """(a backward pass that gives a gradient in two shares, their variables, the first row of the
-    second): the first one has so many units of rows."""
+    second). units: of rows, for the first share."""
     place = next(n for n, eqn in enumerate(flat.eqns) if product in eqn.outvars)
     eqn = flat.eqns[place]
     (contract, _), _ = eqn.params["dimension_numbers"]

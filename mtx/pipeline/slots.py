@@ -1,14 +1,14 @@
-"""Parts of arrays, or of all arrays of a tree, by indices that a table or a loop gives: read,
-written, added to.
+"""Read, write and add to parts of arrays, or of all arrays of a tree, at indices that a table or a
+loop gives.
 
-Indices count from the front, and none is asked whether it is negative: JAX would ask each, of each
-array, and more than half of what is traced for a step was that. As in any dynamic slice, what lies
-outside counts as the nearest part: an index below 0 for the first, one beyond the end for the
-last.
+Indices count from the front, and are not checked for being negative: JAX would check each index of
+each array, and these checks were more than half of what was traced for a step. As in any dynamic
+slice, an index outside counts as the nearest part: the first for one below 0, the last for one
+beyond the end.
 
-One caller relies on it: with idle="phases" a stage computes what it sits out as well, with item
-IDLE, -1. `Run.batch_of` and `Run.context` then read the first microbatch's tokens, and what comes
-of them is never used. Nothing is written at an index below 0.
+One caller relies on it: with idle="phases" a stage also computes what it sits out, with item IDLE,
+-1. `Run.batch_of` and `Run.context` then read the first microbatch's tokens, and what is computed
+from them is never used. Nothing is written at an index below 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 Tree = Any
-_FIRST = np.zeros((), np.int32)  # of a number, JAX would trace a conversion each time
+_FIRST = np.zeros((), np.int32)  # JAX would trace a conversion of a Python number each time
 
 
 def read(tree: Tree, *index) -> Tree:
@@ -34,18 +34,18 @@ def read(tree: Tree, *index) -> Tree:
 
 
 def write(tree: Tree, values: Tree, *index) -> Tree:
-    """array with array[index] replaced, in place where XLA owns the array (a scan's carry)."""
+    """array with array[index] replaced, in place if XLA owns the array (a scan's carry)."""
     return jax.tree.map(lambda a, v: _replaced(a, _as_part(v, a), index), tree, values)
 
 
 def add(totals: Tree, values: Tree, *index) -> Tree:
     """total with a value added to total[index], or to the part of it that begins there, in the type
-    of total; total itself where either is None."""
+    of total; total itself if either is None."""
 
     def of(total, value):
         if total is None or value is None:
             return total
-        # Read in the shape in which it is written: XLA adds in place then, and copies total[index].
+        # Read in the shape it is written in: XLA then adds in place, and would copy total[index].
         value = _as_part(value, total).astype(total.dtype)
         return _replaced(total, _part(total, index, value.shape) + value, index)
 
@@ -53,7 +53,7 @@ def add(totals: Tree, values: Tree, *index) -> Tree:
 
 
 def _as_part(value, array):
-    """With as many dims as the array."""
+    """The value with as many dims as the array."""
     return value[(None,) * (array.ndim - value.ndim)]
 
 

@@ -1,10 +1,10 @@
 """One stage's chunks, a layer at a time: F, B and W of one op.
 
 F writes what a layer's VJP needs into the layer's place of a ring slot; B reads it back in reverse
-order and adds each weight gradient to its accumulator at once; where W is split from B, what W
-needs goes through a second ring. Where sequences are cut into slices, a layer's keys and values
-wait in a cache until the last slice's B, and their gradients beside them. Of all of these every
-kind of layer has its own, {kind: [.., N, ...]}.
+order and adds each weight gradient to its accumulator at once. If W is split from B, what W needs
+goes through a second ring. If sequences are cut into slices, a layer's keys and values wait in a
+cache until the sequence's last B, and their gradients beside them. Every kind of layer has its own
+rings, accumulators and caches, {kind: [.., N, ...]}.
 
 Legend: B rows · S sequence (s: shard of a slice) · C chunks · N layers of a kind in a chunk ·
 R ring slots
@@ -36,7 +36,7 @@ from mtx.sharding.mesh import Axes
 from mtx.vjp import Arrays, LayerVJP
 
 Tree = Any
-_BY_CHUNK = "gradients", "past"  # of what is kept; the rest has slots of microbatches
+_BY_CHUNK = "gradients", "past"  # kept by chunk; all else has slots of microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +44,25 @@ class Stage:
     """The layers of this stage and the rules by which their ops run.
 
     Parameters, and gradients of those that are trained, are {kind: leaves [C, N, ...]}, where C
-    counts chunks that have layers of the kind, or [1, N, ...] where a stage has one chunk of them
-    gathered at a time.
+    counts chunks that have layers of the kind, or [1, N, ...] if a stage gathers one chunk at a
+    time.
     """
 
     model: PipelineModel
-    layer_params: Tree  # {kind: those of a layer}; shapes and dtypes count only
+    layer_params: Tree  # {kind: those of a layer}; only shapes and dtypes count
     placement: Placement
-    tables: dict[str, jax.Array]  # of `tables_of`
-    context: Callable  # (item, layer) -> what the model says of it
+    tables: dict[str, jax.Array]  # from `tables_of`
+    context: Callable  # (item, layer) -> the model's context for it
     stream: Tree  # shapes and dtypes
     slices: int
     split: bool  # W is an op of its own
-    in_place: bool = False  # F keeps, and B adds, where matmuls make it: `mtx.pipeline.alone`
-    shards: dict[str, LayerShards] | None = None  # {kind: ...} where F and B gather a layer
-    offload_fraction: float = 0.0  # of residuals, what waits in the host's memory
+    in_place: bool = False  # F's residuals and B's sums are made in place: `mtx.pipeline.alone`
+    shards: dict[str, LayerShards] | None = None  # {kind: ...} if F and B gather each layer
+    offload_fraction: float = 0.0  # the part of residuals that waits in the host's memory
 
     @cached_property
     def vjps(self) -> dict[str, LayerVJP]:
-        """Of a layer of each kind."""
+        """The VJP of a layer of each kind."""
         context = jax.eval_shape(lambda: self.context(0, 0))
 
         def of(kind: str, params: Tree) -> LayerVJP:
@@ -82,7 +82,7 @@ class Stage:
 
     def stash(self, slots: int, *, written_first: bool = False) -> Tree:
         """{kind: leaves [R, N, ...]} for the residuals of each layer; with offload, their parts.
-        written_first: nothing is read that has not been written, so that it need not be zeros."""
+        written_first: nothing is read before it is written, so it need not be zeros."""
         if self.offload:
             return self.offload.rings(partial(self._rings, slots))
         make = lax.empty if written_first else jnp.zeros
@@ -90,7 +90,7 @@ class Stage:
 
     @cached_property
     def offload(self) -> Offload | None:
-        """Of residuals to the host's memory."""
+        """The offload of residuals to the host's memory; None without."""
         if not self.offload_fraction:
             return None
         if self.placement.periods is None and len(self.placement.kinds) > 1:
@@ -106,12 +106,12 @@ class Stage:
 
     def _last(self, chunk, kind: str):
         """The index of a chunk's last layer of a kind."""
-        if self.placement.periods is None:  # then of this kind are all
+        if self.placement.periods is None:  # then all layers are of this kind
             return read(self.tables["count"], chunk) - 1
         return self.placement.slots_of(kind).shape[-1] - 1
 
     def weight_stash(self, slots: int) -> Tree:
-        """{kind: leaves [R, N, ...]} for what waits between B and W; None where they are one."""
+        """{kind: leaves [R, N, ...]} for what waits between B and W; None if they are not split."""
         return self._rings(slots, lambda kind: self.vjps[kind].cut.deferred) if self.split else None
 
     def caches(self, slots: int) -> Tree:
@@ -180,9 +180,9 @@ class Stage:
     def extend(self, op: Op, params, stream, past, positions_B, axes: Axes):
         """(stream, past) of the next positions of this microbatch's texts.
 
-        past {kind: {name: leaves [C, N, n, M*B, h, S, K]}}: what the layers have kept of earlier
-        positions, and then of these: of one at positions_B of each row, int32; where that is None,
-        of the first t. A `State` has leaves [C, N, n, M*B, h, ...].
+        past: {kind: {name: leaves [C, N, n, M*B, h, S, K]}}, what the layers have kept of earlier
+        positions and, when returned, of these: the one at positions_B of each row, int32, or if
+        that is None, the first t. A `State` has leaves [C, N, n, M*B, h, ...].
         """
         rows = stream["x"].shape[0]
 
@@ -207,8 +207,9 @@ class Stage:
         self, op: Op, params, dstream, rings, caches, kept: Kept, left: Left | None = None,
         coming: Op | None = None,
     ) -> tuple[Tree, Kept]:  # fmt: skip
-        """(dstream, `kept` with this op's part): gradients added at [held, n] or, where W is split,
-        what those of the weights need written at [deferred, n]. coming: the B of the next tick."""
+        """(dstream, `kept` with this op's part). Gradients are added at [held, n]; if W is split,
+        what the weight gradients need is written at [deferred, n]. coming: the B of the next
+        tick."""
 
         def layer(own: Own, dstream):
             layer_params, given = self._given(op, params, own, caches is not None, caches)
@@ -240,7 +241,7 @@ class Stage:
         return dstream, Kept(**trees)
 
     def weight(self, op: Op, deferred, gradients):
-        """The gradients, with those of the weights that have waited added at [held, n]."""
+        """The gradients, with the weight gradients that have waited added at [held, n]."""
 
         def layer(own: Own, _):
             waited = read(deferred[own.kind], op.slot, own.index)
@@ -259,14 +260,14 @@ class Stage:
 
     def _layers(self, op: Op, body: Callable, stream, kept: dict, *, backward: bool = False):
         """(stream, kept) after stream = body(own, stream) for the layers of the op's chunk, from
-        the last to the first where `backward`.
+        the last to the first if `backward`.
 
-        kept: {name: ({kind: leaves [.., N, ...]}, index of the first dim)}, what they change, each
-        layer its own entry; None where there is none.
+        kept: {name: ({kind: leaves [.., N, ...]}, index of the first dim)}, what the layers change,
+        each its own entry; None instead of the leaves if there are none.
 
-        Where all chunks of all stages are alike, kinds are known while tracing: periods are written
-        out, and looped over. Else each layer's kind is read from a table; all devices that have a
-        collective of a layer in common run the same one.
+        If all chunks of all stages are alike, kinds are known while tracing: periods are written
+        out, and looped over. Otherwise each layer's kind is read from a table; all devices that
+        share a collective of a layer run the same kind.
         """
         first = {
             kind: {
@@ -288,8 +289,8 @@ class Stage:
         return through(periods, layer, (stream, trees), backward=backward)
 
     def _switched(self, op: Op, body: Callable, start: Tree, first: dict, backward: bool):
-        """`_layers` where a layer's kind is read. A branch is given, and gives back, the entries of
-        one layer of each kind: XLA would copy whole rings that go through a branch."""
+        """`_layers` if a layer's kind is read from a table. A branch takes and returns the entries
+        of one layer of each kind: XLA would copy whole rings that go through a branch."""
         kinds, count = self.placement.kinds, read(self.tables["count"], op.chunk)
 
         def layer(i, carry):
@@ -323,7 +324,8 @@ class Stage:
         return lax.fori_loop(0, count, layer, start)
 
     def _given(self, op: Op, params, own: Own, sliced: bool, caches=None) -> tuple[Tree, tuple]:
-        """(parameters, what else a layer is given); of its cache, by default its own entry"""
+        """(parameters, the layer's other arguments). Its cache is read from `caches`, by default
+        from its own entry."""
         given = (self.context(op.item, read(self.tables["layer"], op.chunk, own.n)),)
         if sliced:
             cache = read(caches[own.kind], op.cache, own.index) if caches else own.read("cache")
@@ -369,7 +371,7 @@ class Stage:
 
 
 def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
-    """What a stage, int32 [], needs of the placement's tables: int32 [C, ...] each."""
+    """The placement's tables that a stage, int32 [], needs: int32 [C, ...] each."""
     even = placement.periods is not None
     names = ("layer",) if even else ("layer", "count", "kind", "index")
     names += () if placement.row is None else ("row",)
@@ -377,7 +379,7 @@ def tables_of(placement: Placement, stage) -> dict[str, jax.Array]:
 
 
 def row_of(tables: dict[str, jax.Array], placement: Placement, kind: str, chunk):
-    """Where a chunk's layers of a kind lie in their stack; of one that is gathered, at 0."""
+    """The row of a chunk's layers of a kind in their stack; 0 for a gathered chunk."""
     if placement.row is None:
         return chunk
     return read(tables["row"], placement.kinds.index(kind), chunk)

@@ -33,12 +33,12 @@ class KindStrands:
 
     @property
     def first(self) -> int:
-        """Of the stream's leaves among F's inputs."""
+        """The index of the stream's first leaf among F's inputs."""
         return len(jax.tree.leaves(self.vjp.params))
 
     @property
     def gradients(self) -> int:
-        """How many B gives, of parameters."""
+        """The number of gradients of parameters that B gives."""
         return len(jax.tree.leaves(self.vjp.gradients))
 
     @cached_property
@@ -62,17 +62,17 @@ class KindStrands:
 
     @property
     def ahead(self) -> Strand | None:
-        """Of F: up to what its first matmul gathers."""
+        """The part of F to be computed ahead: up to what its first matmul gathers."""
         return self._of_f[0]
 
     @property
     def rest(self) -> Strand:
-        """Of F: takes what `ahead` gives first."""
+        """The rest of F, which takes what `ahead` gives first."""
         return self._of_f[1]
 
     @cached_property
     def _of_b(self) -> dict[bool, tuple[Strand | None, Strand]]:
-        """By whether it is cut: what of B is computed ahead, of parameters alone, and the rest."""
+        """{whether B is cut: (the part to be computed ahead, from parameters alone; the rest)}."""
         first = len(self.vjp.residuals)
 
         def divided(strand: Strand) -> tuple[Strand | None, Strand]:
@@ -87,9 +87,9 @@ class KindStrands:
         return self._of_b[self.split][0]
 
     def take(self, ring: Arrays, slot, index) -> tuple[Arrays, Arrays]:
-        """(residuals, the ring). F writes there as well, and XLA would copy the ring to keep what
-        it was: what weight gradients read late, where they are added in place, is read first. (Else
-        F writes last, see `WovenLayers.pair`.)"""
+        """(residuals, the ring). F writes to the ring as well, and XLA would copy it to keep its
+        old contents. So the residuals that weight gradients read late, if those are added in place,
+        are read first. (Otherwise F writes last, see `WovenLayers.pair`.)"""
         residuals = read(ring, slot, index)
         tied = [
             lax.optimization_barrier(pair) if place in self.late else pair
@@ -99,7 +99,7 @@ class KindStrands:
 
     @cached_property
     def late(self) -> set[int]:
-        """The residuals that weight gradients read, where they are added in place."""
+        """The places of the residuals that weight gradients read, if these are added in place."""
         if not self.in_place:
             return set()
         strand = self.vjp.strands[1]
@@ -112,10 +112,10 @@ class KindStrands:
         return {place for place, var in enumerate(residuals) if var in read_by_w}
 
     def have_read(self, dparams: Tree, d: Tree, ring: Arrays) -> tuple[Tree, Tree, Arrays]:
-        """(gradients, dx, the ring) of a pair in which F writes to another kind's ring, and to this
-        one in a later pair: behind all that B reads of it. That is dx, and the gradients that no
-        matmul makes, which are sums of residuals where these lie. (Behind a barrier XLA would copy
-        what loops add to.)"""
+        """(gradients, dx, the ring) for a pair in which F writes to another kind's ring: its write
+        to this one, in a later pair, must come after all that B reads from it. What reads it are dx
+        and the gradients that no matmul makes, which are sums of residuals read in place; both are
+        tied to the ring. (Sums that loops add to are not: XLA would copy them after a barrier.)"""
         leaves, structure = jax.tree.flatten(dparams, is_leaf=lambda leaf: leaf is None)
         sums = [leaves[place] for place in self._sums]
         d, ring, sums = lax.optimization_barrier((d, ring, sums))
@@ -125,7 +125,7 @@ class KindStrands:
 
     @cached_property
     def _sums(self) -> list[int]:
-        """The places of the gradients that no matmul makes, and no loop of such."""
+        """The places of the gradients that neither a matmul nor a loop of matmuls makes."""
         strand = self.vjp.strands[1]
         maker = {var: eqn for eqn in strand.eqns for var in eqn.outvars}
 
@@ -141,17 +141,17 @@ class KindStrands:
 
     @property
     def cut(self) -> Cut:
-        """B and W; where W is only the last layer's, it is left no collective."""
+        """B and W; if W is only the last layer's, it has no collectives."""
         return self.vjp.cut if self.split else self.division.cut
 
     @cached_property
     def division(self) -> Division:
-        """Of the weight gradients of a tick's last layer."""
+        """Where the weight gradients of a tick's last layer lie."""
         return Division.of(self.vjp, self.sends)
 
     def backward(self, *, cut: bool, alone: bool) -> tuple[Strand, frozenset]:
-        """B, after what is computed ahead, and which of its equations only weight gradients need
-        and nothing may lie beside. alone: where there is no F, those lie beside collectives."""
+        """(B without what is computed ahead, the places of its equations that only weight gradients
+        need and that lie beside nothing). alone: without an F, they lie beside collectives."""
         if alone:
             return once(self._of_b[cut][1]), frozenset()
         if self.split or not self.in_place:
@@ -160,7 +160,7 @@ class KindStrands:
 
     @cached_property
     def _later(self) -> dict[bool, frozenset]:
-        """By whether B is cut."""
+        """{whether B is cut: the places of the equations that only weight gradients need}."""
         gradients = {False: self.gradients, True: jax.tree.leaves(self.cut.made_by_w).count(False)}
         return {cut: weight_equations(self._of_b[cut][1], n) for cut, n in gradients.items()}
 
@@ -176,9 +176,9 @@ class KindStrands:
 
 
 def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
-    """The places of the equations that only weight gradients need, of a backward pass whose first
-    `weights` outputs they are: of those that matmuls alone make. What goes through a loop, as
-    experts' gradients do, is as any other here (see `Values.behind_loops`)."""
+    """The places of the equations that only weight gradients need, if matmuls alone make these;
+    they are a backward pass's first `weights` outputs. What goes through a loop, as experts'
+    gradients do, is treated like any other equation here (see `Values.behind_loops`)."""
     _, later = divide(strand, weights)
     loops = [eqn for eqn in later if is_loop(eqn)]
     read = [atom for eqn in loops for atom in variables_of(eqn.invars)]
@@ -188,9 +188,9 @@ def weight_equations(strand: Strand, weights: int) -> frozenset[int]:
 
 
 def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] | None:
-    """The way to the gathers that a function's first matmul needs, to be computed ahead, and the
-    rest, which takes what the first part gives before its own inputs. after: inputs that are not
-    there yet. None where there is no such gather."""
+    """(the way to the gathers that a function's first matmul needs, to be computed ahead; the rest,
+    which takes the first part's outputs before its own inputs). after: inputs that are not there
+    yet. None if there is no such gather."""
     eqns = strand.eqns
     first = next((eqn for eqn in eqns if flops_of(eqn)), None)
     if first is None:
@@ -208,8 +208,8 @@ def split_ahead(strand: Strand, after: Sequence = ()) -> tuple[Strand, Strand] |
 
 
 def once(strand: Strand) -> Strand:
-    """The same function, where no equation computes what another one does: what was recomputed is
-    gathered again for the weight gradient. XLA does not see that where barriers stand between."""
+    """The same function, with equations that compute the same merged: recomputed values are
+    gathered again for the weight gradient, and XLA does not see that if barriers lie in between."""
     known: dict[Any, list] = {}
     same: dict[Any, Any] = {}
     eqns = []

@@ -1,4 +1,4 @@
-"""A schedule as one stage sees it: its columns of the table as arrays that a scan can go through.
+"""A schedule as one stage sees it: its columns of the table, as arrays that a scan can run over.
 
 Legend: T ticks
 """
@@ -18,12 +18,12 @@ from mtx.schedules.schedule import IDLE, Half, Route, Schedule
 class Op(NamedTuple):
     """F, B or W of one tick on this stage; int32 [] (the whole table: [T])."""
 
-    item: jax.Array  # IDLE where the stage sits it out
+    item: jax.Array  # IDLE if the stage sits it out
     chunk: jax.Array
-    held: jax.Array  # where that chunk is among the gathered parameters and gradients
-    slot: jax.Array  # of the stash; W: of what waits for it
-    deferred: jax.Array | None = None  # B, where W is split: the slot that takes what W needs
-    cache: jax.Array | None = None  # slot of keys and values, where sequences are sliced
+    held: jax.Array  # the index of that chunk in the gathered parameters and gradients
+    slot: jax.Array  # of the stash; for W, of what waits for it
+    deferred: jax.Array | None = None  # B, if W is split: the slot that takes what W needs
+    cache: jax.Array | None = None  # slot of keys and values, if sequences are sliced
     cache_gradient: jax.Array | None = None
 
     @property
@@ -54,16 +54,16 @@ class Tick(NamedTuple):
     weight: Op | None
     receives: tuple[Receive, ...]
     gradient_receives: tuple[Receive, ...]
-    gather: jax.Array  # bool: F begins with another chunk, whose parameters are to be gathered
+    gather: jax.Array  # bool: F begins another chunk, whose parameters are to be gathered
     gather_back: jax.Array  # the same for B
-    scatter: tuple[jax.Array, ...]  # bool: B, W are done with a chunk, whose gradients are to go
+    scatter: tuple[jax.Array, ...]  # bool: B, W are done with a chunk: scatter its gradients
     output: jax.Array  # outputs slot that takes the last virtual stage's output
     head_input: jax.Array  # outputs slot that the head reads
     embed: jax.Array  # items, or IDLE, the same on every stage
     head: jax.Array
     embed_backward: jax.Array
-    coming: Op | None  # the B of the next tick, where it is prepared for
-    following: Following | None = None  # its F, where a woven tick prepares it
+    coming: Op | None  # the B of the next tick, if this one prepares for it
+    following: Following | None = None  # its F, if a woven tick prepares it
 
 
 def ticks_of(
@@ -113,6 +113,6 @@ def ticks_of(
 
 
 def _next(half: Half) -> Half:
-    """In each tick what the next one does; in the last, what the first does."""
+    """The half of the next tick in each tick; in the last, that of the first."""
     columns = {"item": half.item, "chunk": half.chunk, "slot": half.slot}
     return Half(**{name: np.roll(each, -1, axis=0) for name, each in columns.items()})

@@ -1,9 +1,9 @@
-"""ZeRO-1's collectives in buckets: a chunk's parameters gathered, and its gradients scattered, one
-with each pair of layers that a tick computes (`mtx.schedules.windows` says in which ticks).
+"""ZeRO-1's collectives in buckets: a chunk's parameters are gathered, or its gradients scattered,
+one bucket with each pair of layers in a tick (`mtx.schedules.windows` says in which ticks).
 
-A chunk's leaves, shards over the replicas, are laid end to end, and cut into equal buckets: so each
-pair of layers has as much traffic beside it, whatever the leaves are. XLA starts no collective
-before a loop to end it after: buckets are inside of it.
+A chunk's leaves, shards over the replicas, are laid end to end and cut into equal buckets, so that
+each pair of layers has the same traffic beside it, whatever the leaves are. XLA does not start a
+collective before a loop and end it after the loop, so buckets are moved inside it.
 
 Legend: N layers of a kind in a chunk · K buckets · d replicas
 """
@@ -45,7 +45,7 @@ class Transfers:
         return sum(math.prod(local.shape) for _, local in self._all)
 
     def bucket(self, buckets: int) -> int:
-        """Elements of one of so many; the last ones are padded."""
+        """Elements of one of `buckets` buckets; the last ones are padded."""
         return -(-self.size // buckets)
 
     # -- parameters -------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class Transfers:
         return lax.all_gather(bucket, TOKENS)
 
     def gathered(self, buckets) -> Tree:
-        """Leaves [N, ...], of all buckets [K, d, n]."""
+        """Leaves [N, ...], from all buckets [K, d, n]."""
         flat, at, leaves = _joined(buckets), 0, []
         for shard, local in self._all:
             size = math.prod(local.shape)
@@ -84,7 +84,7 @@ class Transfers:
         return lax.psum_scatter(bucket, TOKENS)
 
     def scattered(self, buckets) -> Tree:
-        """This device's shards [N, ...] of the sums, of all buckets [K, n]."""
+        """This device's shards [N, ...] of the sums, from all buckets [K, n]."""
         flat, at, leaves = buckets.ravel(), 0, []
         for _, local in self._all:
             size = math.prod(local.shape)
@@ -108,7 +108,7 @@ class Cargo(NamedTuple):
     """What a tick moves beside its layers."""
 
     buckets: jax.Array  # [K, ...]
-    first: jax.Array  # int32 [], of the tick's
+    first: jax.Array  # int32 [], the tick's first bucket
     move: Callable
 
     def read(self, n) -> jax.Array:
@@ -120,7 +120,7 @@ class Cargo(NamedTuple):
 
 
 class Traffic:
-    """The windows of a call of a pipeline, while it is traced: which chunks are there already."""
+    """The windows of a call of a pipeline, while it is traced, and the chunks gathered so far."""
 
     def __init__(self, schedule: Schedule, layers: Tree, shards: Tree):
         """layers: {kind: leaves [C, N, ...]}, this device's shards of parameters; shards: how a
@@ -151,13 +151,13 @@ class Traffic:
         )
 
     def window(self, phase: Phase) -> Window | None:
-        """The one that a phase lies in."""
+        """The window that a phase lies in, if any."""
         every = (*self._gathers, *self._scatters)
         return next((w for w in every if w.start <= phase.start < w.stop), None)
 
     def begin(self, window: Window, layers: int, gradients: Tree):
-        """What is to be moved, and where it goes to, before the first tick of a window. gradients:
-        {kind: leaves [C, N, ...]} as they are then."""
+        """Prepare what is to be moved, before the first tick of a window; returns zeros for where
+        it goes. gradients: {kind: leaves [C, N, ...]} as they are then."""
         count = window.ticks * layers
         if window in self._gathers:
             of_chunk = jax.tree.map(lambda a: a[window.chunk], self._layers)
@@ -175,7 +175,7 @@ class Traffic:
         return (self._gathers | self._scatters)[window]
 
     def end(self, window: Window, moved: jax.Array) -> None:
-        """After the last tick of a window."""
+        """Take what has been moved, after the last tick of a window."""
         if window in self._gathers:
             gathered = self._transfers.gathered(moved)
             self.chunks[window.chunk] = jax.tree.map(lambda a: a[None], gathered)
@@ -183,16 +183,16 @@ class Traffic:
             self._sums[window.chunk] = self._transfers.scattered(moved)
 
     def of(self, chunk: int) -> Tree:
-        """A chunk's parameters; of one that is not there yet, which idle ops ask for, another's."""
+        """A chunk's parameters; for one not gathered yet, which idle ops ask for, another's."""
         return self.chunks.get(chunk, next(iter(self.chunks.values())))
 
     def any_of(self, chunk) -> Tree:
-        """Those of a chunk that only the device knows, int32 []."""
+        """The parameters of a chunk that only the device knows, int32 []."""
         each = map(self.of, range(self._virtual))
         return jax.tree.map(lambda *chunks: lax.select_n(chunk, *chunks), *each)
 
     def comes_before(self, phase: Phase) -> bool:
-        """Whether a chunk has come right before a phase."""
+        """Whether a chunk's gather has ended right before a phase."""
         return phase.start in {window.stop for window in self._gathers}
 
     def sums_of(self, gradients: Tree) -> Tree:

@@ -1,9 +1,9 @@
-"""Through a chunk layer by layer, with loops where layers repeat; and which layers of a chunk's F
-meet which of another chunk's B, where a tick runs both side by side.
+"""Run a chunk layer by layer, with loops where layers repeat; and, if a tick runs F and B side by
+side, pair the layers of F's chunk with those of B's.
 
-F goes from its chunk's first layer to its last, B from its chunk's last to its first. Pairs that
-are of the same kinds, and lead to the same kinds, are one loop, and so is what of several kinds
-comes more than once; where chunks differ in length, the longer one's last layers are by themselves.
+F goes from its chunk's first layer to its last, B from its chunk's last to its first. Pairs of the
+same kinds that lead to the same kinds are one loop, and so is a sequence of several kinds that
+repeats. If the chunks differ in length, the last layers of the longer one are by themselves.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mtx.schedules.partition import KindRun, Period
 from mtx.schedules.stretches import stretches
 
 Kinds = tuple[str, ...]
-_Side = tuple[str | None, ...]  # with None where there are no layers left
+_Side = tuple[str | None, ...]  # None once there are no layers left
 
 
 class Turn(NamedTuple):
-    """Pairs that are alike, the kinds of their layers; None where F, or B, has none left."""
+    """Pairs that are alike: the kinds of their layers, None if F, or B, has none left."""
 
     forward: str | None
     following: str | None  # of F's next layer
     backward: str | None
-    preceding: str | None  # of the one before B's
+    preceding: str | None  # of the layer before B's
     place: int  # of the first pair
     count: int
-    period: int  # how many pairs on it comes again; 0: it does not
+    period: int  # the number of pairs after which it repeats; 0: it does not
 
 
 class At(NamedTuple):
@@ -45,7 +45,7 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Turns:
-    """Of a chunk of F and of one of B: the kinds of their layers, from the first layer on."""
+    """The kinds of the layers of a chunk of F and of one of B, from the first layer on."""
 
     forward: Kinds
     backward: Kinds
@@ -65,8 +65,8 @@ class Turns:
 
     @cached_property
     def in_turn(self) -> list[tuple[list[Turn], int]]:
-        """(turns, how often they come), one after the other. No loop stands in another: of some
-        gradients there XLA would make an addition apart."""
+        """(turns, how often they repeat), one after the other. No loop is inside another: there XLA
+        would add some gradients in a separate pass."""
         forward, back = self._sides
         met = [*zip(forward, (*forward, None)[1:], back, (*back, None)[1:], strict=True)]
         found = []
@@ -93,7 +93,7 @@ class Turns:
         return f, b
 
     def run(self, pair: Callable, carry):
-        """(carry, what the last pair of B gives beside it) after carry, waits = pair(turn, f, b,
+        """(carry, what the last pair of B gives besides) after carry, waits = pair(turn, f, b,
         carry) for all pairs."""
 
         def one(turn: Turn, n, i, carry) -> tuple:
@@ -114,7 +114,8 @@ class Turns:
 
 
 def _index(kinds: _Side, kind: str | None, turn: Turn, n, i, beyond: int = 0):
-    """Of a layer, `i` behind a turn's first, or behind one `beyond` it, among those of its kind."""
+    """The index among its kind of the layer `i` after a turn's first one, or after one `beyond`
+    it."""
     place = turn.place + beyond
     return n * kinds[place : place + turn.period].count(kind) + kinds[:place].count(kind) + i
 
@@ -126,8 +127,8 @@ def _after(kinds: _Side, kind: str | None, following: str | None, turn: Turn, n,
 
 
 def through(periods: Sequence[Period], layer: Callable, carry, *, backward: bool):
-    """carry = layer(kind, n, index, carry) for the layers of a chunk, from the last to the first
-    where `backward`. n: among the chunk's, index: among those of its kind."""
+    """carry = layer(kind, n, index, carry) for the layers of a chunk, from the last to the first if
+    `backward`. n: a layer's index in the chunk; index: that among those of its kind."""
     in_turn = reversed if backward else iter
 
     def repeat(k, carry, period: Period, after):
@@ -144,8 +145,8 @@ def through(periods: Sequence[Period], layer: Callable, carry, *, backward: bool
         return layer(run.kind, plus(n, i), plus(index, i), carry)
 
     def behind(carry, after, parts: Sequence):
-        """Written out, what layers compute again could be computed for all of them at first, and
-        their weight gradients at last: the next waits, as in a loop."""
+        """Make the next layers wait, as a loop does: if layers are written out, XLA could recompute
+        for all of them first, and compute all their weight gradients last."""
         if not backward or len(parts) < 2:
             return carry, after
         return lax.optimization_barrier((carry, jnp.zeros((), jnp.int32)))
@@ -158,12 +159,12 @@ def through(periods: Sequence[Period], layer: Callable, carry, *, backward: bool
 
 
 def loop(count: int, body: Callable, start: Any) -> Any:
-    """`lax.fori_loop` from 0 on; without a loop where there are less than two turns."""
+    """`lax.fori_loop` from 0 to `count`; without a loop if there are fewer than two turns."""
     if count < 2:
         return body(0, start) if count else start
     return lax.fori_loop(0, count, body, start)
 
 
 def plus(base, i):
-    """base + i; where that is i, without an op."""
+    """base + i; without an op if base is a constant 0."""
     return i if isinstance(base, int) and base == 0 else base + i

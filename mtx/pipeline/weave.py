@@ -1,12 +1,12 @@
-"""Functions woven into one list of equations, so that the collectives of one lie beside the matmuls
-of another.
+"""Weave several functions into one list of equations, so that the collectives of one overlap with
+the matmuls of another.
 
-XLA runs a collective beside computation where its schedule has some between the collective's start
-and its done. It has no reason to put it there, and of the five collectives in a layer's F and B it
-leaves two or three alone, whatever its options. So the order is made here: a collective, matmuls of
-another function that take as long, and a barrier over what both give, behind which all that needs
-the one or the other stands. What only weight gradients need is left out of barriers: XLA has a
-matmul add its product in place only where nothing stands between it and the sum.
+XLA overlaps a collective with computation only if its schedule places some between the collective's
+start and its done. It has no reason to: of the five collectives in a layer's F and B it leaves two
+or three exposed, whatever its options. So we choose the order here: a collective, then matmuls of
+another function that take as long, then a barrier over the results of both; everything that uses
+either result comes after the barrier. What only weight gradients need is left out of barriers: XLA
+adds a matmul's product in place only if nothing lies between the matmul and the sum.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ class _Flight(NamedTuple):
     """A collective between its start and its done."""
 
     made: list
-    alone: bool  # only what moves memory lies beside it
+    alone: bool  # only memory operations lie beside it
     beside: set[int]  # what matmuls beside it have made
 
 
 class Braid(Values):
-    """Equations of F and of B, to be computed in an order of our own."""
+    """Equations of F and of B, to be computed in an order that we choose."""
 
     def __init__(self):
         super().__init__()
         self._nodes: list[Node] = []
         self._writes: list[Write] = []
-        self._sums: dict[int, Sum] = {}  # by the product that alone makes the gradient
+        self._sums: dict[int, Sum] = {}  # by the product from which alone a gradient is made
         self._sums_of_rest: list[Sum] = []
-        self._at_once: dict[int, Write] = {}  # by what they write
-        self._read_there: set[int] = set()  # what has been written so, behind a barrier
+        self._at_once: dict[int, Write] = {}  # by the value they write
+        self._read_there: set[int] = set()  # values written so, read after a barrier
         self._large: Sequence[Node] = ()
         self._memory: Sequence[Pass | Write] = ()
-        self._pending: list[Node] = []  # what is computed in passing
+        self._pending: list[Node] = []  # what is computed on the way
         self._puts_off, self._is_timed = True, False
         self._front: set[int] = set()  # what matmuls and collectives have made last
-        self._held: set[int] = set()  # and what moved memory since, beside collectives
-        self._came: set[int] = set()  # of collectives, since the last matmul
-        # What has been made since a collective had only beside it what moves memory, that included:
-        # lest XLA moves the one or the other, all lies before such a collective, or behind it.
+        self._held: set[int] = set()  # and memory operations since, beside collectives
+        self._came: set[int] = set()  # what collectives have given since the last matmul
+        # What was made since a collective with only memory operations beside it, these included:
+        # all of it comes before such a collective or after it, so that XLA moves none of it.
         self._last: set[int] = set()
         self._behind_alone = False
         self._outputs: set[int] = set()  # of functions
@@ -81,8 +81,8 @@ class Braid(Values):
     def add(
         self, strand: Strand, inputs: list[int], *, side: str, later: frozenset = frozenset()
     ) -> list[int]:
-        """The numbers of a function's outputs, of inputs by their numbers; nothing runs yet. side:
-        F or B. later: of its equations, by their place, those that only weight gradients need."""
+        """Add a function, given its inputs' numbers; returns its outputs' numbers. Nothing runs
+        yet. side: F or B. later: the places of its equations that only weight gradients need."""
         known = dict(zip(strand.jaxpr.invars, self.given(strand.constants) + inputs, strict=True))
         for place, eqn in enumerate(strand.eqns):
             outputs = self.given([None] * len(eqn.outvars))
@@ -101,10 +101,10 @@ class Braid(Values):
     def write(
         self, arrays: Sequence, values: Sequence[int], *index, taken: Sequence | None, last: bool
     ) -> list[int]:
-        """The numbers of arrays with a value written to array[index] of each. taken: the numbers
-        of what was read of each before, None where nothing hangs on it: nothing is written until
-        all that is made of it is there, else XLA would copy the array to keep what it was. last: in
-        a tick's last pair of layers."""
+        """Write a value to array[index] of each array; returns the arrays' numbers. taken: the
+        number of what was read from each before, None if nothing depends on that: nothing is
+        written until all that is made of it is there, or XLA would copy the array to keep its old
+        contents. last: in a tick's last pair of layers."""
         written: list[int] = []
         at_once: set[int] = set()
         for array, value, read_of in zip(arrays, values, taken or (None,) * len(values)):
@@ -120,9 +120,9 @@ class Braid(Values):
         return written
 
     def add_up(self, totals: Tree, values: Tree, *index) -> Tree:
-        """The numbers of arrays with gradients added to array[index] of each, as soon as matmuls
-        have made them: these may lie beside collectives, see `_tie`. values: the gradients'
-        numbers; None where there is none, as among the arrays."""
+        """Add gradients to array[index] of each array, as soon as matmuls have made them; returns
+        the numbers of the arrays. The matmuls may lie beside collectives, see `_tie`. values: the
+        gradients' numbers, None where an array has no gradient; arrays may be None, too."""
 
         def of(total, value):
             if total is None:
@@ -142,22 +142,22 @@ class Braid(Values):
         return jax.tree.map(of, totals, values, is_leaf=lambda a: a is None)
 
     def _lies(self, value: int, size: int) -> bool:
-        """Whether a pass or a matmul makes a value, which can write it where it is kept, and what
-        needs it can read it there: one copy less."""
+        """Whether the pass or matmul that makes a value can write it where it is kept, and those
+        that need it can read it there: one copy less."""
         if not is_large(size):
             return False
         made_by = {number: node for node in self._nodes for number in node.outputs}
         return is_written_in_place(value, made_by) and all(map(reads_in_place, self._uses(value)))
 
     def _source(self, value: int) -> int:
-        """What a value is that barriers and names leave as it is."""
+        """The value that this one equals, barriers and names apart."""
         made_by = {number: node for node in self._nodes for number in node.outputs}
         while (node := made_by.get(value)) and node.is_same:
             value = node.inputs[node.outputs.index(value)]
         return value
 
     def _uses(self, value: int) -> list[Node]:
-        """Behind such barriers and names, too."""
+        """The nodes that read a value, also behind such barriers and names."""
         uses: list[Node] = []
         for node in self._nodes:
             if value in node.inputs:
@@ -166,9 +166,9 @@ class Braid(Values):
         return uses
 
     def _made_of(self, number: int) -> tuple[int, ...]:
-        """What has been computed of a value in passing, and itself, as far as a matmul or a
-        collective reads it or it is an output. What follows from an input of such a one that comes
-        of a matmul as well does not count: XLA computes that input once."""
+        """A value and what is computed from it on the way, as far as matmuls or collectives read it
+        or it is an output. What follows from such an operand that depends on a matmul as well does
+        not count: XLA computes that operand once."""
         reads = {n for node in self._nodes if node.op is not None for n in node.inputs}
         known, behind = {number}, set()  # behind: what waits for a matmul or a collective
         for node in self._nodes:
@@ -179,7 +179,7 @@ class Braid(Values):
         return tuple(sorted(known & (reads | self._outputs)))
 
     def run(self, last: Sequence[int] = ()) -> None:
-        """Computes all. last: behind these lie the writes that lie beside no collective."""
+        """Compute everything. last: the writes that lie beside no collective come after these."""
         written = {node.inputs[1] for node in self._writes}
         written.update((each.value for each in self._sums.values()), self.added_up)
         self._at_once = {node.inputs[1]: node for node in self._writes if node.at_once}
@@ -210,8 +210,8 @@ class Braid(Values):
     # -- in turn -----------------------------------------------------------------------------------
 
     def _follow(self, turns: Sequence[Turn]) -> None:
-        """A collective and what lies beside it: neither runs before what the other waits for, nor
-        after what needs the other. What only weight gradients need is free to come later."""
+        """Compute in turn. A collective and what lies beside it: neither runs before what the other
+        needs, nor after what needs the other. What only weight gradients need may come later."""
         flying: dict[int, _Flight] = {}
         starting: list[int] = []
         previous = ""
@@ -235,7 +235,7 @@ class Braid(Values):
     def _start(
         self, places: Sequence[int], coming: Sequence[Turn], flying: dict[int, _Flight]
     ) -> None:  # fmt: skip
-        """Starts collectives, behind what was computed last beside others, before what comes."""
+        """Start collectives after what was last computed beside others, before what comes next."""
         nodes = [self._large[place] for place in places]
         inputs = {n for node in nodes for n in node.inputs}
         if came := self._after_done():
@@ -258,11 +258,11 @@ class Braid(Values):
             flying[place] = _Flight(self._computed(node), alone, set())
 
     def _hold(self, nodes: Sequence[Node], begins: set[int], alone: bool) -> None:
-        """Equations are not computed before all that `begins`, nor that before what they wait for.
-        alone: they have only beside them what moves memory."""
+        """Hold equations back until all of `begins` is there, and `begins` until their inputs are.
+        alone: only memory operations lie beside them."""
         if (alone or self._behind_alone) and not all(node.later for node in nodes):
             begins = begins | self._still_read(self._last)
-        if begins:  # XLA would begin to gather weights long before
+        if begins:  # otherwise XLA would begin to gather weights long before
             inputs = {n for node in nodes for n in node.inputs}
             kept = inputs if communicates(nodes[0].eqn) else ()
             self.barrier({*kept, *({*inputs, *begins} - self.weights)})
@@ -277,13 +277,13 @@ class Braid(Values):
         self._came.update(node.outputs if self._is_timed else ())
 
     def _after_done(self) -> set[int]:
-        """What has come since the last matmul: XLA waits for it no later than here, and begins it
-        so much the earlier."""
+        """What collectives have given since the last matmul: XLA waits for it here at the latest,
+        and so begins it that much earlier."""
         came, self._came = self._still_read(self._came), set()
         return came
 
     def _move(self, op: Pass | Write, *, behind: bool) -> None:
-        """behind: what was computed last."""
+        """Move memory. behind: only after what was computed last."""
         held = self._after_done()
         if behind and self._front.isdisjoint(op.begins):
             held |= self._still_read(self._front)
@@ -316,10 +316,10 @@ class Braid(Values):
         self._last = self._last | self._front
 
     def _tie(self, first: Node, made: set[int]) -> None:
-        """What needs the collective, or what was made beside it, waits for both. Where a gradient
-        is added up, for an element of the sum: XLA has a matmul add its product in place only where
-        neither a barrier nor a further sum stands behind it. That comes before the barrier, or else
-        the collective would be waited for there. Sums of loops XLA may copy for it: only what
+        """Make all that needs the collective, or what was made beside it, wait for both; if that is
+        a gradient that is added up, for an element of the sum: XLA adds a matmul's product in place
+        only if neither a barrier nor another sum comes after it. That goes before the barrier, or
+        the collective would be waited for there. XLA may copy sums of loops for it: only what
         leaves the node is worth that."""
         sums = [self._sums[product] for product in sorted(made & self._sums.keys())]
         for total in [self.values[s.total] for s in sums if first.network or not s.loop]:
@@ -333,14 +333,14 @@ class Braid(Values):
         return numbers & self._outputs.union(*(node.inputs for node in read))
 
     def _compute_for(self, node: Node) -> None:
-        """An equation, and the way to it; the rest lies behind the barrier to come."""
+        """Compute an equation and what leads to it; the rest comes after the next barrier."""
         if not self._puts_off:
             self._compute_ready()
         self._compute_way(node.inputs)
         self._compute_all([node])
 
     def _compute_way(self, numbers: Iterable[int]) -> None:
-        """What is still to be computed for these values."""
+        """Compute what is still missing for these values."""
         made_by = {number: each for each in self._pending for number in each.outputs}
         found = way_to(numbers, made_by)
         first = [each for each in self._pending if each in found]
@@ -348,7 +348,7 @@ class Braid(Values):
         self._compute_all(first)
 
     def _compute_ready(self) -> None:
-        """Of what is neither a matmul nor a collective, all that can be computed."""
+        """Compute all that is ready and is neither a matmul nor a collective."""
         while ready := [node for node in self._pending if self._is_ready(node)]:
             found = {*ready}
             self._pending = [node for node in self._pending if node not in found]
@@ -367,8 +367,8 @@ class Braid(Values):
             if kept := self._at_once.get(number):
                 written = kept.compute(self.read(kept.inputs))
                 self.set(kept.outputs, written)
-                # Without a barrier XLA would read what has been written; in front of what is kept,
-                # it would keep a matmul from writing there.
+                # Without a barrier XLA would read the value that was written; one in front of the
+                # kept array would prevent a matmul from writing there.
                 (array,) = self.given(lax.optimization_barrier(written))
                 self.values[number] = Part(array, kept.index)
                 self._read_there.add(number)

@@ -1,8 +1,8 @@
-"""A stage's parameters: gathered all the time or, with zero=3, a chunk or a layer at a time.
+"""A stage's parameters: always gathered or, with zero=3, gathered a chunk or a layer at a time.
 
 With zero=3 every device keeps its shard over the replicas of its layers' parameters. A chunk is
-gathered when a run of its ops begins and its gradients are reduce-scattered when one ends: under a
-breadth-first table v times a step for F and v times for B, under 1F1B with every group of
+gathered when a run of its ops begins, and its gradients are reduce-scattered when the run ends:
+under a breadth-first table v times a step for F and v times for B, under 1F1B with every group of
 microbatches. The collectives are in branches that all replicas take together. A layer is gathered
 by its F and its B, as part of them (`LayerShards`).
 
@@ -32,7 +32,7 @@ class LayerShards:
     """How one layer's parameters are sharded over the replicas."""
 
     shards: Tree
-    inputs: Tree  # how many of a matrix's first dims are
+    inputs: Tree  # how many of a matrix's first dims are inputs
     trained: Tree
 
     def gather(self, params: Tree) -> Tree:
@@ -41,7 +41,7 @@ class LayerShards:
             return jax.tree.map(gather, params, self.shards, self.inputs, is_leaf=is_quantised)
 
     def reduce_scatter(self, gradients: Tree) -> Tree:
-        """In float32; those of what is not sharded as they are."""
+        """Gradients, reduce-scattered in float32; those of what is not sharded as they are."""
 
         def scatter(gradient, shard):
             if shard.dim is None:
@@ -57,9 +57,9 @@ class Weights:
     """The parameters of a stage's layers."""
 
     layers: Tree  # {kind: leaves [C, N, ...]}, shards over the replicas with zero=3
-    inputs: Tree  # how many of a matrix's first dims are
+    inputs: Tree  # how many of a matrix's first dims are inputs
     shards: Tree  # how a chunk's leaves [N, ...] are sharded over them; None: no chunk is gathered
-    trained: Tree  # which of them are; the others have no gradients
+    trained: Tree  # which of them are trained; the others have no gradients
     row_of: Callable  # (kind, chunk) -> where the chunk's layers of the kind lie in their stack
 
     @property
@@ -69,7 +69,7 @@ class Weights:
         return jax.eval_shape(lambda all: jax.tree.map(lambda a: a[0, 0], all), held)
 
     def start(self) -> Tree:
-        """[1, N, ...] zeros, before a chunk is gathered; None where all are gathered."""
+        """[1, N, ...] zeros, before a chunk is gathered; None if all are gathered."""
         if self.shards is None:
             return None
         return _zeros(jax.eval_shape(lambda: self._gather(0)))
@@ -79,7 +79,7 @@ class Weights:
         return self.layers if chunk is None else chunk
 
     def all_gather(self, held: Tree, wanted, chunk) -> Tree:
-        """The chunk of that number where it is wanted, else the one that is held."""
+        """The chunk of that number, gathered, if it is wanted; otherwise the one that is held."""
         if held is None:
             return None
         with jax.named_scope("all_gather"):
@@ -98,14 +98,15 @@ class Weights:
         return {kind: of_kind(kind) for kind in self.layers}
 
     def sums(self) -> Tree:
-        """Float32 zeros like the gradients' shards; None where gradients are summed later."""
+        """Float32 zeros like the gradients' shards; None if gradients are summed later."""
         if self.shards is None:
             return None
         return _zeros(chosen(arrays_of(self.layers), self.trained), jnp.float32)
 
     def reduce_scatter(self, gradients: Tree, sums: Tree, done, chunk) -> tuple[Tree, Tree]:
-        """Where a run of the chunk's ops is done: its gradients, zeros again, and the sums over
-        the replicas with them. Leaves may be None: gradients that are made elsewhere."""
+        """(gradients, sums). If a run of the chunk's ops is done, its gradients are added to the
+        sums over the replicas, and are zeros again. Leaves may be None: gradients that are made
+        elsewhere."""
         if sums is None:
             return gradients, sums
 
@@ -129,8 +130,8 @@ class Weights:
 
 
 def _gathered(a, shard, inputs: int, *, stacked: int):
-    """A parameter of a layer, or of so many dims of them, whole; one in float8 transposed as well,
-    where it is not yet."""
+    """A parameter of a layer, or of layers in `stacked` dims, whole. One in float8 is transposed as
+    well, if it is not yet."""
 
     def whole(a):
         return shard.gather(a, a.dtype, stacked=bool(stacked))

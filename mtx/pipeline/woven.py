@@ -4,12 +4,12 @@
     | W · x to the next stage, y over tensor | W · logits, losses, dy · dy over tensor, dx to the
     stage before | W of head and embedding, input of the next F · its first gather, dy over pipe | W
 
-F's and B's microbatches are different ones, and the table (`Schedule.woven`) has the head run a
-tick before the B that it feeds, so neither waits for the other. The first gather of a layer's F is
-asked for while the layer before it is computed, that of a tick's first layer in the tick before.
-What is sent has the weight gradients of B's last layer beside it, in three parts, all W's where the
-table splits them from B. For what embedding and head send see `woven_ends`. Ticks in which no
-microbatch is at the head are a branch of their own, which sends nothing for it.
+F and B work on different microbatches, and the table (`Schedule.woven`) runs the head a tick before
+the B that it feeds, so neither waits for the other. The first gather of a layer's F is started
+while the layer before it is computed, that of a tick's first layer in the tick before. What is sent
+has the weight gradients of B's last layer beside it, in three parts, or all of W if the table
+splits W from B. For what embedding and head send see `woven_ends`. Ticks in which no microbatch is
+at the head are a branch of their own, which sends nothing for it.
 
 Legend: B rows · S sequence (s: shard) · C chunks · N layers of a kind in a chunk · R ring slots ·
 T ticks · P stages
@@ -44,14 +44,14 @@ Tree = Any
 
 
 class Pair(NamedTuple):
-    """What F and B have in a tick."""
+    """The chunks of F and B in a tick."""
 
-    chunks: tuple[int, int]  # where each has a branch of its own; else 0
+    chunks: tuple[int, int]  # if each has a branch of its own; otherwise 0
     kinds: tuple[Kinds, Kinds]  # of their layers
 
 
 class _Sends(NamedTuple):
-    """What layers have given, and what lay beside them (`WovenEnds.beside_layers`)."""
+    """What the layers have given, and what was sent beside them (`WovenEnds.beside_layers`)."""
 
     x: Stream
     dx: Stream
@@ -80,7 +80,7 @@ class WovenRun(WovenEnds):
         }
 
     def layers(self, forward: Kinds, backward: Kinds, cargo: Cargo | None = None) -> WovenLayers:
-        """Of chunks of those kinds. A cargo needs all that B has beside it."""
+        """The layers of chunks of those kinds. A cargo needs all that B has beside it."""
         return WovenLayers(
             stage=self.stage, sides=self.sides, forward=forward, backward=backward,
             split=self.schedule.split, cuts=self.leaves_last and cargo is None,
@@ -89,7 +89,7 @@ class WovenRun(WovenEnds):
 
     @property
     def first_layer(self) -> Kinds:
-        """The kind of all chunks' first layers; () where they differ."""
+        """The kind of all chunks' first layers; () if they differ."""
         kind = self.placement.first_kind
         return () if kind is None else (kind,)
 
@@ -113,8 +113,8 @@ class WovenRun(WovenEnds):
         return carry._replace(messages=self.prepared(messages, first, messages.x, entered))
 
     def ticks(self) -> Tick:
-        """With what follows; the embedding is that of the next two ticks, [T, 2], its gradient that
-        of the last."""
+        """The table with what follows each tick; `embed` has the items of the next two ticks,
+        [T, 2], `embed_backward` that of the last one."""
         rows = super().ticks()
         following = Following(rows.forward, rows.receives)
         return rows._replace(
@@ -158,9 +158,9 @@ class WovenRun(WovenEnds):
         returns = self.deliver(messages.gradient_receives, messages.dx, op.gradient_receives)
         entered, own, left = self.beside_layers(messages, op, phase)
         x, dx, kept, last, ahead = self.through_layers(carry, op, phase, weights, returns, cargo)
-        # What is sent beside the layers is there behind them, and what is sent next not begun.
-        # What was ahead of F comes out again: XLA copies what goes into a branch whose loop writes
-        # over it, unless it does.
+        # After the layers, what is sent beside them has arrived and nothing sent next has begun.
+        # What was ahead of F comes out of the branch again: otherwise XLA would copy it, because a
+        # loop in the branch writes over it.
         x, dx, entered, own, left, _ = lax.optimization_barrier((x, dx, entered, own, left, ahead))
         messages = messages._replace(gradient_receives=returns)
         if self.schedule.outputs.slots and forward:
@@ -186,7 +186,7 @@ class WovenRun(WovenEnds):
     def through_layers(
         self, carry: Carry, op: Tick, phase: Phase, weights, returns, cargo: Cargo | None
     ):
-        """What `WovenLayers.run` gives of the tick's chunks; nothing waits with a cargo."""
+        """What `WovenLayers.run` returns for the tick's chunks; with a cargo nothing waits."""
         messages = carry.messages
 
         def compute(pair: Pair, op: Tick, kept: Kept):
@@ -210,8 +210,8 @@ class WovenRun(WovenEnds):
         return y, dx, kept, None if cargo or not phase.backward else last, ahead
 
     def prepared(self, messages: Messages, op: Following, arrived, entered: Stream) -> Messages:
-        """With what has arrived for the F of the next tick, and later ones, and what that one
-        begins with."""
+        """The messages with what has arrived for the next tick's F and later ones, and with what
+        that F begins with."""
         rings = self.deliver(messages.receives, arrived, op.receives)
         x = self.input(op.forward, entered, rings, arrived, op.receives)
         ahead = self.ahead(op.forward, x)
@@ -229,20 +229,21 @@ class WovenRun(WovenEnds):
 
     @property
     def is_early(self) -> bool:
-        """Whether the parameters of the next tick's F are there, and something lies beside what is
-        gathered for it."""
+        """Whether the parameters of the next tick's F are there already, and something lies beside
+        what is gathered for it."""
         return self.weights.shards is None and self.leaves_last
 
     @property
     def x_beside_head(self) -> bool:
-        """Whether the head's matmuls, where there is one, lie beside what is sent of x."""
+        """Whether the head's matmuls, if a tick has any, lie beside the send of x."""
         return self.leaves_last and self.sides[self.first_layer[0]].division.x_beside_head
 
     def behind_layers(
         self, carry: Carry, op: Tick, phase: Phase, sends: _Sends, beside: Callable, *, head: bool
     ) -> Carry:
-        """With what is sent behind the layers and what that is for: the input of the next F, the
-        loss of a microbatch if there is one, the ends of the embedding. beside: `last_weights`."""
+        """The carry after what is sent once the layers are done, and what that is for: the input of
+        the next F, the loss of the microbatch at the head if there is one, the embedding and its
+        gradient. beside: `last_weights`."""
         x, dx, entered, own, left = sends
         messages, arrived, sent, given = carry.messages, self.no_arrivals(), (), ()
         y: Any = ()
@@ -294,8 +295,8 @@ class WovenRun(WovenEnds):
         return self.behind_head(carry, given) if head else carry
 
     def chunks(self, op: Tick, phase: Phase) -> tuple[list[Pair], jax.Array]:
-        """The pairs of chunks that F and B have in a phase, and the place of this tick's, int32 [].
-        One, where the program needs no branch for each."""
+        """(the pairs of chunks that F and B have in a phase, the place of this tick's, int32 []).
+        Only one pair if the program needs no branch for each."""
         wanted = np.array([phase.forward, phase.backward])
         table = np.stack([half.chunk for half in self.schedule.halves[:2]], axis=-1) * wanted
         kinds, apart = self.placement.chunk_kinds, int(self.in_branches)
@@ -323,8 +324,8 @@ class WovenRun(WovenEnds):
         self, beside: Tree, carry: Carry, *, op: Tick, waits: Arrays | None, part: int
     ) -> tuple[Tree, Carry]:
         """(`beside`, carry), with a part of the weight gradients of the last layer of this tick's
-        B, where W is not split. They are computed before anything else is done with `beside`.
-        waits: None without a B, and with a cargo, which has all of them beside it."""
+        B, if W is not split. They are computed before anything else is done with `beside`. waits:
+        None without a B, and with a cargo, which has all of them beside it."""
         of_b = carry.gradients.of_b
         made, behind = of_b, self.in_branches or (part and self.stage.shards is not None)
         if waits:
@@ -337,18 +338,18 @@ class WovenRun(WovenEnds):
             behind = behind or apart
             with jax.named_scope("W"):
                 run = partial(layers.last_weights, part=part)
-                if apart and not self.in_branches:  # in one that idle stages do not take
+                if apart and not self.in_branches:  # in a branch that idle stages do not take
                     idle = lambda op, waits, made: made  # noqa: E731
                     made = lax.cond(op.backward.busy, run, idle, op.backward, waits, made)
                 elif layers.has_plain_weights or not self.in_branches:
                     made = self.by_chunk(run)(op.backward, waits, made)
-                else:  # no loops in a branch: XLA puts no send beside it, nor takes them for cover
+                else:  # no loops in a branch: XLA puts no send beside it, nor counts them as cover
                     begun, finish = layers.weights_with_loops(waits, part=part)
                     beside, begun = lax.optimization_barrier((beside, begun))
                     added = lambda op, more, made: layers.added(made, more, op, shares)  # noqa: E731
                     made, behind = self.by_chunk(added)(op.backward, finish(begun), made), False
-        # Nothing may stand right behind gradients that matmuls add in place; behind their branch
-        # it may.
+        # Nothing may come right after gradients that matmuls add in place, but it may come after
+        # their branch.
         if waits is not None and behind:
             beside, made = lax.optimization_barrier((beside, made))
         if waits:

@@ -1,12 +1,12 @@
-"""The ends of a woven tick: embedding, its gradient and head, and when each of their parts is sent.
+"""Embedding, its gradient and the head in a woven tick, and when each of their parts is sent.
 
-Of the microbatch whose F is in tick n the embedding is looked up in tick n - 2 and summed over
-`tensor`; over `pipe` in tick n - 1. The gradient that leaves the first stage in tick n goes to all
-stages and into the embedding's in tick n + 1. Sums over `pipe` lie beside all layers of a tick;
-what goes over `tensor` beside the weight gradients behind them. The head comes between these: what
-it gathers and its gradient's sum over `pipe` lie beside them, that over `tensor` beside the weight
-gradients of its own. Beside what the losses gather lies the embedding's gradient, unless the dx
-that is sent needs it there.
+The embedding of the microbatch whose F is in tick n is looked up and summed over `tensor` in tick
+n - 2, and summed over `pipe` in tick n - 1. The dx that leaves the first stage in tick n goes to
+all stages and into the embedding's gradient in tick n + 1. Sums over `pipe` lie beside all layers
+of a tick, what goes over `tensor` beside the weight gradients after them. The head comes between
+these: what it gathers and its gradient's sum over `pipe` lie beside them, the sum over `tensor`
+beside the head's own weight gradients. The embedding's gradient lies beside what the losses gather,
+unless the send of dx needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mtx.vjp import Arrays
 
 
 class WovenEnds(Run):
-    """What woven ticks do beside their layers."""
+    """What woven ticks do besides their layers."""
 
     @cached_property
     def entering(self) -> Entering:
@@ -42,13 +42,13 @@ class WovenEnds(Run):
 
     @cached_property
     def leaving(self) -> Gathering:
-        """The gradients of an item's embedding, of dx."""
+        """The gradients of an item's embedding, as a function of dx."""
         return Gathering.of(self.embedding_gradients, self.stream)
 
     @cached_property
     def at_head(self) -> Leaving | None:
-        """The losses and gradients of an item, of y; None where some positions are taken at a
-        time."""
+        """The losses and gradients of an item, as a function of y; None if the head takes some
+        positions at a time."""
 
         def compute(y, item):
             return gradients(self.model, self.shared, y, self.batch_of(item), self.loss_weight)
@@ -60,9 +60,9 @@ class WovenEnds(Run):
         return jax.tree.unflatten(jax.tree.structure(self.stream), leaves)
 
     def beside_layers(self, messages: Messages, op: Tick, phase: Phase):
-        """(what is summed of the embedding in the next tick, this device's rows of that in the one
-        after, the dx of the last tick on every stage): sums over `pipe`; None where there is
-        nothing to be summed."""
+        """(the sum of the embedding that enters in the next tick, this device's rows of the one
+        that enters in the tick after, the last tick's dx on every stage). The sums are over `pipe`;
+        each is None if there is nothing to be summed."""
         entered, own, left, schedule = None, None, None, self.schedule
         with jax.named_scope("embed"):
             if self.some(schedule.enters(1), phase):
@@ -75,8 +75,8 @@ class WovenEnds(Run):
         return entered, own, left
 
     def beside_weights(self, begun: Arrays, own: Arrays | None, left: Stream | None, op: Tick):
-        """(what the embedding has begun with, what its gradient begins with), of those rows and of
-        that dx: what both send over `tensor`."""
+        """(what the embedding begins with, from those rows; what its gradient begins with, from
+        that dx): what both send over `tensor`."""
         gathered = None
         if own is not None:
             with jax.named_scope("embed"):
@@ -87,7 +87,7 @@ class WovenEnds(Run):
         return begun, gathered
 
     def entered(self, summed: Arrays | None, item) -> Stream:
-        """What enters, of its sums."""
+        """The stream that enters, from its sums."""
         if summed is None:
             return self.zeros()
         return self.stream_of(self.entering.whole(summed, item))
@@ -95,7 +95,7 @@ class WovenEnds(Run):
     def with_embedding(
         self, carry: Carry, item, left: Stream | None, gathered: Arrays | None
     ) -> Carry:  # fmt: skip
-        """With the gradients of an item's embedding, if there are any."""
+        """The carry plus the gradients of an item's embedding, if there are any."""
         if left is None or gathered is None:
             return carry
 
@@ -110,7 +110,7 @@ class WovenEnds(Run):
         return carry._replace(gradients=carry.gradients._replace(shared=shared))
 
     def finish(self, carry: Carry) -> Carry:
-        """With the gradients of the embedding that has left in the last tick."""
+        """The carry plus the gradients of the embedding from the dx that left in the last tick."""
         last = self.schedule.embed_backward[-1]
         if last == IDLE or not self.trains_embedding:
             return carry
@@ -121,7 +121,7 @@ class WovenEnds(Run):
         return self.with_embedding(carry, item, left, gathered)
 
     def head_begins(self, y: Stream, item) -> Arrays:
-        """y's leaves, and before them what the head gathers of it, if not in parts."""
+        """y's leaves and, before them, what the head gathers of it, unless it takes y in parts."""
         leaves = tuple(jax.tree.leaves(y))
         if self.at_head is None:
             return leaves
@@ -146,8 +146,9 @@ class WovenEnds(Run):
 
     @cached_property
     def embedding_beside_losses(self) -> bool:
-        """Whether the embedding's gradient lies beside what the losses gather: where the head's own
-        takes nine tenths as long as the dx that is sent and what the head scatters, or longer."""
+        """Whether the embedding's gradient lies beside what the losses gather: if the head's own
+        takes at least nine tenths as long as the longer of the send of dx and what the head
+        scatters."""
         head = self.at_head
         if head is None or not seconds_of(head.of_all.eqns):
             return False
@@ -155,8 +156,8 @@ class WovenEnds(Run):
         return matmuls_s(head.early.eqns) >= 0.9 * sent_s
 
     def losses(self, carry: Carry, given: Arrays, item, left: tuple) -> tuple[Carry, Arrays]:
-        """(carry, what the head has given), with what the losses gather and, beside it, the
-        gradients of an item's embedding, where `embedding_beside_losses`. left: as `with_embedding`
+        """(carry, what the head has given) after what the losses gather and, beside it, the
+        gradients of an item's embedding if `embedding_beside_losses`. left: as `with_embedding`
         takes it."""
         if (head := self.at_head) is None:
             return carry, given
@@ -174,9 +175,9 @@ class WovenEnds(Run):
         return carry, (*of_all, *given)
 
     def own_of_head(self, given: Arrays, beside: tuple) -> tuple[Arrays, tuple]:
-        """(what the head has given up to its sums, `beside`): what is sent next of `beside` comes
-        after, what has been sent has come, and the losses' own collective has the links to
-        itself. given: by `losses`."""
+        """(what the head has given up to its sums, `beside`), tied: what `beside` sends next comes
+        after it, what has been sent has arrived, and the losses' own collective has the links to
+        itself. given: from `losses`."""
         if (head := self.at_head) is None:
             return given, beside
         with jax.named_scope("head"):
@@ -186,15 +187,15 @@ class WovenEnds(Run):
     def through_head(
         self, carry: Carry, item, given: Arrays, sent: tuple
     ) -> tuple[Carry, Arrays, tuple]:
-        """(carry with the losses and gradients that wait for no sum; what the head has given, the
-        sum over `pipe` as well, which is not begun before `sent` has come; `sent`)"""
+        """(carry plus the losses and gradients that wait for no sum; what the head has given, now
+        with the sum over `pipe`, which does not begin before `sent` has arrived; `sent`)"""
         head, sums = self.at_head, (carry.losses, carry.gradients.shared)
         with jax.named_scope("head"):
             if head is None:
                 sums, dy = self.add_gradients(sums, self.stream_of(list(given)), item)
                 return self._with_sums(carry, sums, dy), (), sent
             summed = tuple(head.over_tensor(*given))
-            # In a branch, behind which something may stand (`WovenRun.last_weights`).
+            # In a branch, after which anything may come (`WovenRun.last_weights`).
             sums = lax.cond(item != IDLE, head.with_early, lambda sums, _: sums, sums, given)
             ends = sums, summed, sent, carry.messages.input
             sums, summed, sent, x = lax.optimization_barrier(ends)
@@ -204,7 +205,7 @@ class WovenEnds(Run):
         return self._with_sums(carry, sums), given, sent
 
     def behind_head(self, carry: Carry, given: Arrays) -> Carry:
-        """With what has waited for the sum over `pipe`."""
+        """The carry plus what has waited for the sum over `pipe`."""
         if self.at_head is None:
             return carry
         with jax.named_scope("head"):

@@ -1,9 +1,10 @@
 """The layers of a chunk's F and of another chunk's B, in one loop, each pair of layers woven.
 
-F goes through layer n while B goes through layer N - 1 - n (`mtx.pipeline.turns`, where chunks
-differ too). What F's layer n + 1 does up to its first gather is computed beside layer n; B's last
-layer leaves the matmuls of its weight gradients for later, beside what the tick sends, but for the
-smallest, beside what it scatters last, where all chunks begin with the same kind of layer.
+F goes through layer n while B goes through layer N - 1 - n (`mtx.pipeline.turns`, also if chunks
+differ). F's layer n + 1, up to its first gather, is computed beside layer n. If all chunks begin
+with the same kind of layer, B's last layer leaves the matmuls of its weight gradients for later,
+beside what the tick sends, except for those that lie beside what it scatters last
+(`mtx.pipeline.shares`).
 
 Legend: C chunks · N layers of a kind in a chunk · R ring slots
 """
@@ -41,16 +42,16 @@ class Side(NamedTuple):
     params: Tree  # {kind: leaves [C, N, ...]}
     held: Any  # int32 []: the place of its chunk in them
     stream: Tree  # what enters its first layer
-    ahead: Arrays | None = None  # of F: what has been computed of that layer; None: nothing yet
+    ahead: Arrays | None = None  # F: what has been computed of that layer; None: nothing yet
 
 
 class Kept(NamedTuple):
-    """What F and B change beside their streams; {kind: ...} each."""
+    """What F and B change besides their streams; {kind: ...} each."""
 
     rings: Tree  # [R, N, ...] residuals
     gradients: Tree  # [C, N, ...] float32, None for those that W makes
-    deferred: Tree  # [R, N, ...]; None where W is not split
-    moved: Any = None  # of a cargo
+    deferred: Tree  # [R, N, ...]; None if W is not split
+    moved: Any = None  # buckets of a cargo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +63,15 @@ class WovenLayers:
     forward: Kinds  # of F's chunk
     backward: Kinds
     split: bool
-    cuts: bool  # whether B's last layer leaves the matmuls of its weight gradients
-    beside: bool  # whether they lie beside its own collectives where there is no F
+    cuts: bool  # whether B's last layer leaves the matmuls of its weight gradients for later
+    beside: bool  # whether they lie beside B's own collectives if there is no F
 
     # -- one tick ---------------------------------------------------------------------------------
 
     def run(self, f: Side | None, b: Side | None, kept: Kept, cargo: Cargo | None = None) -> tuple:
         """(y, dx, kept, what waits for the weight gradients of B's last layer, what is left of F's
-        `ahead`): F of one chunk and B of another, or one of the two. cargo: a bucket of it moves
-        beside each layer."""
+        `ahead`) after F of one chunk and B of another, or one of the two. cargo: one of its buckets
+        moves beside each layer."""
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.stream)
         if f is None and b is None:
             if cargo is not None:
@@ -105,10 +106,10 @@ class WovenLayers:
     def _beside(
         self, cargo: Cargo | None, n, carry: tuple, pair: Callable, is_last: bool
     ) -> tuple:  # fmt: skip
-        """What `pair` makes of the carry, with a bucket of the cargo moved beside it: begun right
-        before, not earlier, where it would hold up the one that is under way, and written after,
-        with the last pair whenever it has come. Gradients are not tied to it: nothing may stand
-        behind those that matmuls add in place."""
+        """What `pair` makes of the carry, with a bucket of the cargo moved beside it. The bucket
+        begins right before the pair, not earlier, because it would hold up the one under way; it is
+        written after the pair or, if that is the last, whenever it has arrived. Gradients are not
+        tied to it: nothing may come right after those that matmuls add in place."""
         if cargo is None:
             return pair(carry)
         x, ahead, d, *others = carry
@@ -164,15 +165,15 @@ class WovenLayers:
             ahead_back = tuple(braid.read(of_before))
         if f and turn.forward:
             x = jax.tree.map(braid.value, x)
-            ahead = tuple(braid.read(of_next)) if turn.following else ahead  # of the last, its own
+            ahead = tuple(braid.read(of_next)) if turn.following else ahead  # the last's remains
             rings = rings | {turn.forward: tuple(braid.read(of_ring))}
         return (x, ahead, d, ahead_back, Kept(rings, gradients, deferred, moved)), waits
 
     def _of_f(
         self, braid: Braid, f: Side, kind: str, following: str | None, at: At, given: tuple
     ) -> tuple[list, list]:
-        """The numbers of what a layer's F gives, and of what is ahead of the following one. given:
-        stream, what has been computed ahead."""
+        """(the numbers of what a layer's F gives, of what is computed ahead of the following one).
+        given: the stream, what has been computed ahead."""
         (x, ahead), side = given, self.sides[kind]
         inputs = self._inputs(braid, f, kind, *at[:2], braid.given(jax.tree.leaves(x)))
         of_f, of_next = braid.add(side.rest, [*braid.given(ahead), *inputs], side="F"), []
@@ -185,7 +186,7 @@ class WovenLayers:
         self, braid: Braid, b: Side, kind: str, preceding: str | None, at: At, given: tuple,
         equations: tuple[Strand, frozenset],
     ) -> tuple[list, list]:  # fmt: skip
-        """The same of B and the preceding layer. given: the numbers of the residuals, the gradient
+        """The same for B and the preceding layer. given: the numbers of the residuals, the gradient
         of the stream, what has been computed ahead; equations: `KindStrands.backward`."""
         residuals, d, ahead = given
         inputs = [
@@ -201,7 +202,7 @@ class WovenLayers:
         return of_b, of_before
 
     def _ahead(self, braid: Braid, f: Side, kind: str, n, index, stream) -> list[int]:
-        """What is computed ahead of a layer's F, of its stream: arrays, or their numbers."""
+        """The numbers of what is computed ahead of a layer's F; stream: arrays or their numbers."""
         side = self.sides[kind]
         if side.ahead is None:
             return []
@@ -217,7 +218,7 @@ class WovenLayers:
         return tuple(braid.read(numbers))
 
     def _ahead_back(self, braid: Braid, b: Side, kind: str, m, index) -> list[int]:
-        """The same of B, of its parameters alone."""
+        """The same for B, from its parameters alone."""
         side = self.sides[kind]
         if side.ahead_back is None:
             return []
@@ -229,16 +230,16 @@ class WovenLayers:
 
     @property
     def division(self) -> Division:
-        """Of the weight gradients of B's last layer."""
+        """Where the weight gradients of B's last layer lie."""
         return self.sides[self.backward[0]].division
 
     @property
     def has_plain_weights(self) -> bool:
-        """Whether those that wait are made without loops."""
+        """Whether the weight gradients that wait are made without loops."""
         return not any(map(is_nested, self.division.cut.w.eqns))
 
     def last_weights(self, op: Op, waits: Arrays, gradients: list, *, part: int) -> list:
-        """Gradients with the shares in a part, of what B has left of them: one for each share."""
+        """Gradients, one for each share in a part, plus these shares, made from what B has left."""
         braid, (shares, strand) = Braid(), self.division.part(part)
         made = braid.add(strand, braid.given(waits), side="B")
         braid.run()
@@ -252,8 +253,8 @@ class WovenLayers:
         ]
 
     def weights_with_loops(self, waits: Arrays, *, part: int) -> tuple[Arrays, Callable]:
-        """The shares by themselves: (what is computed before any loop, a function of that to what B
-        has left of them)"""
+        """The shares in a part by themselves: (what is computed before any loop, a function from
+        that to the shares)"""
         (_, strand), late = self.division.part(part), set()
         for eqn in strand.eqns:
             if is_nested(eqn) or late.intersection(variables_of(eqn.invars)):
@@ -265,12 +266,12 @@ class WovenLayers:
     # -- a layer's arguments ----------------------------------------------------------------------
 
     def _context(self, side: Side, n):
-        """What the model says of a layer's call."""
+        """The model's context for the call of a layer."""
         op = side.op
         return self.stage.context(op.item, read(self.stage.tables["layer"], op.chunk, n))
 
     def _weights(self, braid: Braid, side: Side, kind: str, index) -> list[int]:
-        """The numbers of a layer's parameters: those that a loop reads it reads where they lie."""
+        """The numbers of a layer's parameters. Those that a loop reads are read where they lie."""
         return [
             number
             for place, stack in enumerate(jax.tree.leaves(side.params[kind]))

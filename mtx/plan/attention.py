@@ -1,4 +1,4 @@
-"""Which way of computing attention a run has; what each costs is read off its trace."""
+"""Which kernel computes a run's attention; what each kernel costs is read off its trace."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Kernel = Literal["cudnn", "blocked", "sliced"]
 def kernel_of(model: ModelConfig, backend: Backend, slices: int = 1) -> Kernel:
     """The kernel that runs this model's attention on NVIDIA GPUs ("cuda") or elsewhere ("xla").
 
-    cudnn: the fused kernel, where `cudnn_takes` such heads.
-    blocked: blocks of queries with the keys that they see; it keeps a number a row. It alone has
-    dropout on the probabilities.
-    sliced: where the schedule cuts sequences; each slice with the keys up to its end.
+    cudnn: the fused kernel, if `cudnn_takes` such heads.
+    blocked: blocks of queries with the keys that they see; it keeps one number per row. Only this
+    one has dropout on the probabilities.
+    sliced: if the schedule cuts sequences; each slice with the keys up to its end.
     """
     if slices > 1:
         return "sliced"

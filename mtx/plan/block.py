@@ -1,9 +1,9 @@
 """Seconds of one layer, of the embedding and of the head, for one microbatch on one device.
 
-A layer is its matmuls (`mtx.plan.gemm`), its attention (`mtx.plan.scores`), what its other kernels
-read and write, and its collectives over `tensor`, `context` and `expert`: all of them read off its
-trace (`mtx.costs`). What other software does besides is counted in passes over an array: a pass is
-one read or one write of all its elements.
+A layer's time is that of its matmuls (`mtx.plan.gemm`), its attention (`mtx.plan.scores`), what its
+other kernels read and write, and its collectives over `tensor`, `context` and `expert`: all of them
+read off its trace (`mtx.costs`). What other software does in addition is counted in passes over an
+array: a pass is one read or one write of all its elements.
 
 Letters: b microbatch · s sequence · h hidden · t tensor
 """
@@ -24,18 +24,18 @@ from mtx.plan.network import all_reduce_s, gather_s
 from mtx.plan.scores import attention_s
 from mtx.plan.shard import Shard
 
-_ADDED_BYTES = 12  # an element, to add float32 to float32
+_ADDED_BYTES = 12  # per element, to add float32 to float32
 
 
 class Work(NamedTuple):
     """Seconds of one device, by what they are spent on."""
 
-    matmul_s: float = 0.0  # weights
+    matmul_s: float = 0.0  # products with weights
     attention_s: float = 0.0  # scores: matmuls, softmax, dropout
     elementwise_s: float = 0.0  # norms, GELU, residuals, dropout, adding up gradients, the loss
     tensor_comm_s: float = 0.0  # collectives over `tensor` that nothing hides
     context_comm_s: float = 0.0  # and over `context`
-    expert_comm_s: float = 0.0  # and of tokens on their way to experts and back
+    expert_comm_s: float = 0.0  # and those that take tokens to experts and back
     host_comm_s: float = 0.0  # copies to the host's memory and back that nothing hides
 
     @property
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
     @property
     def sent(self) -> Work:
-        """What weaving hides."""
+        """The part that weaving hides."""
         return Work(tensor_comm_s=self.tensor_comm_s, expert_comm_s=self.expert_comm_s)
 
     def __add__(self, other: Work) -> Work:
@@ -78,8 +78,8 @@ class Passes(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
-    """One layer. recompute: "selective" is the attention's scores again, "around_attention" all
-    but attention, "full" the layer."""
+    """The work of one layer. recompute: "selective" computes the attention's scores again,
+    "around_attention" everything except attention, "full" the whole layer."""
     cost = shard.cost(kind)
     weights = [
         (*each.shape(shard.microbatch), "float8" if each.float8 else "") for each in cost.weights
@@ -125,7 +125,7 @@ def layer_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
 
 @lru_cache(maxsize=16384)
 def later_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
-    """What the rounds after the first add to a layer, where experts are not evenly loaded."""
+    """What the rounds after the first add to a layer if its experts are not evenly loaded."""
     passes = (later_s(shard, shard.cost(kind, recompute), during) for during in "FBW")
     works = (
         Work(matmul_s=products_s, elementwise_s=others_s, expert_comm_s=sent_s)
@@ -135,21 +135,21 @@ def later_work(shard: Shard, kind: str, recompute: Recompute) -> Passes:
 
 
 def _for_loops_s(shard: Shard, cost: Cost) -> tuple[float, float, float]:
-    """What F, B and W pay for the loops of experts' further rounds, whether these run or not: a
-    loop reads a copy of a layer's weights, taken from their stack, and what comes out of it cannot
-    be added in place by the matmul before it."""
+    """Seconds that the loops of experts' further rounds cost F, B and W, whether the rounds run or
+    not: a loop reads a copy of a layer's weights, taken from their stack, and the gradients that
+    come out of it cannot be added in place by the matmul before it."""
     looped = {each.weight for each in cost.later.matmuls if each.during == "F"}
     own = [each.shape(shard.microbatch) for each in cost.weights if each.weight in looped]
     size, kernels = sum(b * n * k for b, _, n, k in own), len(own)
-    if shard.calibration.software.accumulate_bytes or not size:  # others add apart anyway
+    if shard.calibration.software.accumulate_bytes or not size:  # others add separately anyway
         return 0.0, 0.0, 0.0
     copy_s = shard.memory_s(2 * shard.item_bytes * size, kernels)
     return copy_s, copy_s, shard.memory_s(_ADDED_BYTES * size, kernels)
 
 
 def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work:
-    """What B computes again. Over `context` the trace says it: a ring's output is kept in more ways
-    than that of a kernel alone, and its merges are much of what else a layer does."""
+    """The work that B recomputes. Over `context` it is read off the trace: a ring's output is kept
+    in more ways than that of a single kernel, and its merges are much of a layer's other work."""
     if recompute == "none":
         return Work()
     if shard.context > 1:
@@ -160,12 +160,12 @@ def _again(shard: Shard, kind: str, recompute: Recompute, forward: Work) -> Work
         return again._replace(tensor_comm_s=forward.tensor_comm_s * (recompute != "selective"))
     if recompute == "selective":
         return Work(attention_s=forward.attention_s)
-    forward = forward._replace(expert_comm_s=0.0)  # of which the trace says what runs again
+    forward = forward._replace(expert_comm_s=0.0)  # the trace says what of it runs again
     return forward if recompute == "full" else forward._replace(attention_s=0.0)
 
 
 def _traced_backward(shard: Shard, cost: Cost) -> Work:
-    """The backward pass of a trace, but for its collectives."""
+    """The work of B in a trace, except for its collectives."""
     products = [each for each in cost.matmuls if each.weight and each.during == "B"]
     return Work(
         matmul_s=sum(
@@ -179,8 +179,8 @@ def _traced_backward(shard: Shard, cost: Cost) -> Work:
 
 
 def _context_backward_s(shard: Shard, kind: str, recompute: Recompute, weights_s: float) -> float:
-    """What a layer's backward pass sends over `context`, and neither its attention hides nor, as
-    far as they last, the weights' gradients, for which nothing waits."""
+    """Seconds that a layer's backward pass sends over `context` and that are hidden neither by its
+    attention nor by the weight gradients, for which nothing waits, as long as these last."""
     if shard.context == 1:
         return 0.0
     cost = shard.cost(kind, recompute)
@@ -189,7 +189,7 @@ def _context_backward_s(shard: Shard, kind: str, recompute: Recompute, weights_s
 
 
 def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
-    """(products with weights, products of activations) of F, sublayer by sublayer."""
+    """(products with weights, products of activations) of F, one sublayer after the other."""
     weights: list[Matmul] = []
     between: list[Matmul] = []
     for each in cost.matmuls:
@@ -204,7 +204,7 @@ def _sublayers(cost: Cost) -> Iterator[tuple[list[Matmul], list[Matmul]]]:
 
 
 def _columns_s(cost: Cost, times_s: list[float]) -> list[float]:
-    """Seconds of each sublayer's column-parallel products: of all but its last one."""
+    """Seconds of each sublayer's column-parallel products: all its products except the last."""
     columns_s, at = [], 0
     for weights, _ in _sublayers(cost):
         columns_s.append(sum(times_s[at : at + len(weights) - 1]))
@@ -213,7 +213,7 @@ def _columns_s(cost: Cost, times_s: list[float]) -> list[float]:
 
 
 def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
-    """Adding gradients to the sum over the microbatches; nothing where the matmul does it."""
+    """Seconds to add gradients to the sum over the microbatches; zero if the matmul does it."""
     software = shard.calibration.software
     if not software.accumulate_bytes:
         return 0.0
@@ -221,7 +221,7 @@ def _accumulate_s(shard: Shard, parameters: float, kernels: int = 1) -> float:
 
 
 def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
-    """Collectives over `tensor` of these passes, one after the other."""
+    """Seconds of the collectives over `tensor` in these passes, one after the other."""
     return sum(
         (all_reduce_s if each.kind == "psum" else gather_s)(
             each.bytes.at(shard.microbatch), shard.group, **shard.machine
@@ -232,11 +232,13 @@ def _comm_s(shard: Shard, cost: Cost, during: str) -> float:
 
 
 def _hidden_s(shard: Shard, under_s: list[float], *, weights: bool = False) -> float:
-    """Of the collectives of a layer's backward pass, what matmuls of inputs, or weights, hide.
+    """Seconds of the collectives in a layer's backward pass that the matmuls of input gradients
+    hide, or with `weights` those of weight gradients.
 
-    Those before a column-parallel layer: without sequence parallelism an all-reduce of its input's
-    gradient, under the weights'; with it a second all-gather of its input, which was kept in
-    shards, and a reduce-scatter of its gradient, each under one of the two.
+    These are the collectives of a column-parallel layer's input: without sequence parallelism an
+    all-reduce of its gradient, under the weight gradients; with it a second all-gather of the
+    input, which was kept in shards, and a reduce-scatter of its gradient, each under one of the
+    two.
     """
     if not shard.calibration.software.overlaps_tensor or not (weights or shard.sequence_parallel):
         return 0.0
@@ -245,9 +247,9 @@ def _hidden_s(shard: Shard, under_s: list[float], *, weights: bool = False) -> f
 
 
 def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:
-    """The kernels of a pass, as the trace has them fused. torch's operators read and write once
-    more: in F for the activation's bias and, for each residual addition, for its bias and its
-    dropout, in B for each sum of two gradients; and for attention's output in another order."""
+    """Seconds of a pass's other kernels, fused as in the trace. torch's operators read and write
+    once more: in F for the activation's bias and, at each residual addition, for its bias and its
+    dropout; in B for each sum of two gradients; and to reorder attention's output."""
     (moved,) = (each for each in cost.moved if each.during == during)
     rows = shard.microbatch
     moved_bytes = total(moved.bytes, rows)
@@ -263,8 +265,8 @@ def _elementwise_s(shard: Shard, cost: Cost, during: Pass) -> float:
 
 @lru_cache(maxsize=4096)
 def embedding_work(shard: Shard, shards: int) -> Passes:
-    """The lookup in a `shards`-th of the table, positions, dropout, the sum over `tensor`, and the
-    table's dense gradient."""
+    """The work of the lookup in a `shards`-th of the table, positions, dropout, the sum over
+    `tensor`, and the table's dense gradient."""
     rows = shard.model.padded_vocab(shards) // shards
     table = rows * shard.model.hidden
     weight = Work(
@@ -283,8 +285,8 @@ def embedding_work(shard: Shard, shards: int) -> Passes:
 
 @lru_cache(maxsize=4096)
 def head_work(shard: Shard, shards: int) -> Passes:
-    """The last norm, what else stands before the logits, the logits of a `shards`-th of the
-    vocabulary, and the loss.
+    """The work of the last norm, whatever else comes before the logits, the logits of a `shards`-th
+    of the vocabulary, and the loss.
 
     Its input's gradient is summed over `tensor`; with sequence parallelism it is scattered, and the
     input gathered in F and once more in B.
@@ -295,7 +297,7 @@ def head_work(shard: Shard, shards: int) -> Passes:
         model, HEAD, tensor=shard.tensor, sequence_parallel=shard.sequence_parallel,
         context=shard.context,
     )  # fmt: skip
-    by_tokens = [each for each in cost.weights if each.m.number > 1]  # not of a first one alone
+    by_tokens = [each for each in cost.weights if each.m.number > 1]  # not of the first token alone
     # (tokens, outputs, inputs)
     products = [each.shape(shard.microbatch, columns)[1:] for each in by_tokens]
     trained = [p for p, each in zip(products, by_tokens) if each.weight in cost.trained]

@@ -1,9 +1,9 @@
-"""How much of its data sheet a machine gives, and what the software on it does: data, with sources.
+"""How close a machine comes to its data sheet, and what its software does: data, with sources.
 
 A `Calibration` is a handful of constants of a machine and a `Software`, which says by counting, not
-by fitting, what its kernels read and write and what it overlaps. Of the A100 four constants are
+by fitting, what its kernels read and write and what it overlaps. Four of the A100's constants are
 fitted to what SC'21 published, by `experiments/fit_time.py`, which prints them with all residuals;
-those of other accelerators are the A100's, assumed.
+other accelerators are assumed to have the A100's.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from mtx.plan.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a training program does beside its matmuls. Bytes are those read and written."""
+    """What a training program does besides its matmuls. Bytes are those read and written."""
 
     name: str
     source: str
-    attention: Literal["unfused", "fused"]  # fused: in one kernel, where the hardware has one
-    # Softmax with scale and mask, biases with GELU, biases with dropout and residual: a kernel each
-    # (SC'21, section 4.2), or torch's own, one for every operation.
+    attention: Literal["unfused", "fused"]  # fused: in one kernel, if the hardware has one
+    # Softmax with scale and mask, biases with GELU, biases with dropout and residual: in one kernel
+    # each (SC'21, section 4.2), or in torch's own, one for every operation.
     operators: Literal["fused", "torch"] = "fused"
-    softmax_bytes: int = 4  # an element of torch's softmax
-    dropout: bool  # even where the model's config has none: its published runs had 0.1
-    accumulate_bytes: int  # a parameter and microbatch: adding its gradient to the sum
-    optimizer_bytes: int  # a parameter: zeroing, unscaling, norm, clipping, Adam, casts
-    gradient_bytes: int  # a parameter: what is reduced over `data`
-    parameter_bytes: int  # a parameter: what is gathered over `data`, where it is sharded
-    loss_bytes: int  # a logit: the cross-entropy, forward and backward
-    head: Literal["last stage", "all stages"]  # who computes the logits
-    # A program a stage, or one for all: see `mtx.schedules.simulate`.
+    softmax_bytes: int = 4  # per element of torch's softmax
+    dropout: bool  # even if the model's config has none: its published runs had 0.1
+    accumulate_bytes: int  # per parameter and microbatch: adding its gradient to the sum
+    optimizer_bytes: int  # per parameter: zeroing, unscaling, norm, clipping, Adam, casts
+    gradient_bytes: int  # per parameter: what is reduced over `data`
+    parameter_bytes: int  # per parameter: what is gathered over `data`, if it is sharded
+    loss_bytes: int  # per logit: the cross-entropy, forward and backward
+    head: Literal["last stage", "all stages"]  # which compute the logits
+    # One program per stage, or one for all: see `mtx.schedules.simulate`.
     pipeline: Literal["asynchronous", "lockstep"]
     overlaps_tensor: bool  # B's collectives over `tensor` run under its matmuls
     overlaps_data: bool  # gradients are reduced under the B of the last microbatch
-    reduction_bytes: int  # a parameter: copying its gradient to what is reduced, and back
-    stash_copies: int = 0  # of what waits for B: passes over it, beside that which makes it
-    # Of rings that share their nodes with others: cards of a node that each one takes, if it has so
-    # many, and the part of a card's rate; None, that of a ring which has its nodes to itself.
+    reduction_bytes: int  # per parameter: copying its gradient to what is reduced, and back
+    stash_copies: int = 0  # passes over what waits for B, besides the one that makes it
+    # For rings that share their nodes with others: cards of a node that each ring takes, if it has
+    # that many, and the share of a card's rate; None: as for a ring that has its nodes to itself.
     ring_cards: int = 1
     ring_share: float | None = None
 
@@ -69,12 +69,12 @@ _MEGATRON_2021 = Software(
     overlaps_data=False,
     reduction_bytes=12,  # flattening 4, dividing by the replicas 4, copying back 4
     # Assumed: a ring enters a node by one card and leaves it by another. NCCL could not yet lend it
-    # the cards beside GPUs that are not its own (PXN came in 2022, with 2.12). SC'21's figure 15
-    # would tell; its layouts are known here, its numbers are not.
+    # the cards next to other groups' GPUs (PXN came in 2022, with 2.12). SC'21's figure 15 would
+    # tell, but only its layouts are known here, not its numbers.
     ring_cards=2,
     # SC'21, section 5.9: all-reduces of the largest run cross a cut through the machine at 12.9
-    # TB/s. Its 512 rings, of six nodes each, cross it twice: 12.6 GB/s a card with the copies
-    # above, 13.0 without, of 25.
+    # TB/s. Its 512 rings, of six nodes each, cross it twice: of a card's 25 GB/s they reach 12.6
+    # with the copies above, 13.0 without.
     ring_share=0.52,
 )
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
@@ -137,8 +137,8 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
                 pipeline="lockstep",
                 overlaps_tensor=True,
                 overlaps_data=False,
-                reduction_bytes=12,  # gradients in another order 8, parameters in theirs 4
-                stash_copies=2,  # XLA writes few of its arrays where they wait
+                reduction_bytes=12,  # reordering gradients 8, and parameters back 4
+                stash_copies=2,  # XLA writes few of its arrays directly to where they wait
             ),
         )
     }
@@ -158,18 +158,18 @@ class Calibration:
     send_share: float  # of one device's network, by messages between stages
     # Assumed:
     link_share: float = 0.78  # of the links in a node: NCCL's 230 to 240 of the A100's 300 GB/s
-    # Of host_gb_s, by copies of pinned memory: PCIe 4 x16 is 31.5 GB/s on the wire, and headers and
-    # acknowledgements leave some 26.
+    # Of host_gb_s, by copies of pinned memory: PCIe 4 x16 is 31.5 GB/s on the wire, of which
+    # headers and acknowledgements leave some 26.
     host_share: float = 0.8
-    matmul_depth: float = 64.0  # k that a tile's start and end take as long as
-    kernel_s: float = 5e-6  # of starting a kernel
+    matmul_depth: float = 64.0  # the k that takes as long as a tile's start and end
+    kernel_s: float = 5e-6  # to start a kernel
     link_latency_s: float = 3e-6  # of a collective's step inside a node
     network_latency_s: float = 1e-5  # and between nodes
     attention_share: float = 0.5  # of the peak, by a fused attention kernel (FlashAttention-2)
     # Of one device's network, by ZeRO-3's gathers: DeepSpeed in SC'21's table 2.
     zero3_share: float = 0.66
-    # Of its cores, kept from matmuls by collectives that run under them: there too; NCCL takes up
-    # to 32 of the A100's 108.
+    # Of the cores, the share that matmuls lose to collectives that run under them: also by table 2;
+    # NCCL takes up to 32 of the A100's 108.
     comm_cores: float = 0.3
 
 
@@ -185,7 +185,8 @@ FITTED = ("matmul_share", "memory_share", "network_share", "send_share")
 
 
 def calibration_for(layout: Layout, model: ModelConfig, hardware: Hardware) -> Calibration:
-    """The constants of a run: ours where sequences are cut over devices, as SC'21's never were."""
+    """The constants of a run: with our software if sequences are cut over devices, as SC'21's never
+    were."""
     software = "mtx" if layout.context > 1 else None
     return calibration_of(hardware, software, family=model.family)
 
@@ -195,7 +196,7 @@ def calibration_of(
     hardware: Hardware, software: str | None = None, *, family: str = "gpt"
 ) -> Calibration:
     """The constants of a machine with a software of `SOFTWARE`: by default SC'21's for a GPT on an
-    A100, which it ran, and ours elsewhere. UserError with the nearest name where there is no such
+    A100, which it ran, and ours otherwise. UserError with the nearest name if there is no such
     software."""
     fitted = any(kind.startswith("NVIDIA A100") for kind in hardware.device_kinds)
     name = software or ("megatron-2021" if fitted and family == "gpt" else "mtx")

@@ -1,4 +1,4 @@
-"""The layouts that a search may try: meshes, their settings, and what of both is given."""
+"""The layouts that a search may try: meshes, their settings, and which of both are given."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Memory, Zero, predict_memory, weights_bytes
 from mtx.plan.time import StepTime, predict_step
 
-MEMORY_AT_MOST = 0.9  # of a device: what JAX can be told to take
-# From the fastest to the leanest; of long sequences the third may be faster than the second.
+MEMORY_AT_MOST = 0.9  # of a device's memory: what JAX can be told to take
+# From the fastest to the leanest; for long sequences the third may be faster than the second.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "around_attention", "full")
 ZERO: tuple[Zero, ...] = (1, 3)  # what this program trains with
-_UNEVEN = 1.1  # of FLOPs on the heaviest stage: above, layers are balanced by what they cost
-_PART = 8192  # positions of a device, of a sequence that is cut: shorter ones need not be cut
+_UNEVEN = 1.1  # of the heaviest stage's FLOPs, even over balanced: beyond it layers are balanced
+_PART = 8192  # least positions per device of a cut sequence: shorter ones need not be cut
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What the search may not choose; None is open."""
+    """What the search may not choose; None: open."""
 
     data: int | None = None
     pipe: int | None = None
@@ -48,7 +48,7 @@ class Fixed:
     expert_tensor: bool | None = None
 
     def ways(self) -> tuple[Recompute, ...]:
-        """To recompute, the leanest last."""
+        """The ways to recompute that are open, the leanest last."""
         return choices(self.recompute, RECOMPUTE)
 
 
@@ -66,22 +66,22 @@ class Question:
     optimizer: OptimizerConfig | None = None  # AdamW
 
     def time(self, layout: Layout, zero: Zero, *, bound: bool = False) -> StepTime:
-        """The predicted step. UserError where the model cannot be laid out."""
+        """The predicted step. UserError if the model cannot be laid out."""
         return predict_step(
             self.model, layout, self.global_batch, self.hardware, zero=zero,
             scatter_gather=self.scatter_gather, expert_imbalance=self.expert_imbalance, bound=bound,
         )  # fmt: skip
 
     def memory(self, layout: Layout, zero: Zero) -> Memory:
-        """Predicted bytes of a device. UserError where the model cannot be laid out."""
+        """Predicted bytes of a device. UserError if the model cannot be laid out."""
         return predict_memory(
             self.model, layout, self.global_batch, backend=self.hardware.backend, zero=zero,
             optimizer=self.optimizer,
         )  # fmt: skip
 
     def ways(self, layout: Layout, zero: Zero) -> tuple[Recompute, ...]:
-        """To recompute, the fastest first: those that are slower than one that keeps less are not
-        among them."""
+        """The ways to recompute, the fastest first, without those that are slower than one that
+        keeps less."""
         ways, best_s = [], math.inf
         for way in reversed(self.fixed.ways()):
             step_s = self.time(replace(layout, recompute=way), zero, bound=True).step_s
@@ -91,7 +91,7 @@ class Question:
         return tuple(reversed(ways))
 
     def holds(self, size_bytes: int) -> bool:
-        """Whether a device has room for so much: MEMORY_AT_MOST of it is taken."""
+        """Whether a device has room for that many bytes in MEMORY_AT_MOST of its memory."""
         return size_bytes <= MEMORY_AT_MOST * self.hardware.memory_bytes
 
     def allows(self, layout: Layout) -> bool:
@@ -121,24 +121,24 @@ class Question:
         return found
 
     def zeros(self, mesh: Layout) -> tuple[Zero, ...]:
-        """The values of `zero` to try: 3 is as 1 where there is one replica."""
+        """The values of `zero` to try: with one replica, 3 is the same as 1."""
         return choices(self.fixed.zero, ZERO if mesh.token_shards > 1 else ZERO[:1])
 
     def mesh_fits(self, mesh: Layout, zero: Zero) -> bool:
-        """Whether anything on that mesh does, which is in its leanest settings."""
+        """Whether any layout on a mesh fits. mesh: in its leanest settings."""
         if not self.holds(weights_bytes(self.model, mesh, zero, optimizer=self.optimizer)):
             return False
         chunked = (replace(mesh, virtual=virtual) for virtual in self.virtuals(mesh))
         return any(self.can_hold(layout, zero) for layout in chunked)
 
     def can_hold(self, layout: Layout, zero: Zero) -> bool:
-        """Whether it fits where all is recomputed that may be."""
+        """Whether a layout fits if everything is recomputed that may be."""
         leanest = replace(layout, recompute=self.fixed.ways()[-1])
         return self.holds(self.memory(leanest, zero).total_bytes)
 
     def settings(self, mesh: Layout) -> Iterator[Layout]:
         """Every (microbatch, sequence parallelism, weaving) of one mesh; chunks are left as they
-        are. Of cut sequences one at a time: fewer parts would do as well as several."""
+        are. Cut sequences run one at a time: fewer parts would do as well as several sequences."""
         microbatches = divisors(self.global_batch // mesh.replicas) if mesh.context == 1 else (1,)
         for microbatch, parallel, weave in itertools.product(
             choices(self.fixed.microbatch, microbatches),
@@ -149,21 +149,23 @@ class Question:
                 yield layout
 
     def virtuals(self, layout: Layout) -> tuple[int, ...]:
-        """The numbers of chunks to try: on one stage they serve zero=3 alone, which gathers one of
-        them at a time."""
+        """The numbers of chunks to try. On one stage only zero=3 needs several: it gathers one at a
+        time."""
         matters = layout.pipe > 1 or layout.token_shards > 1
         matters = matters and layout.stage_layers == "even"
         layers = self.model.layers // layout.pipe
         return choices(self.fixed.virtual, divisors(layers) if matters else (1,))
 
     def weaves(self, mesh: Layout) -> tuple[Weave, ...]:
-        """Whether to weave: where collectives can hide, and the software priced is ours."""
+        """The values of `weave` to try: "on" if there is something to hide and the software is
+        ours."""
         hides = self._is_ours(mesh) and mesh.tensor * mesh.expert > 1
         wanted = None if self.fixed.weave == "auto" else self.fixed.weave
         return choices(wanted, ("off", "on") if hides else ("off",))
 
     def attentions(self, layout: Layout) -> tuple[ContextAttention, ...]:
-        """The ways over `context` to try, that which is chosen by itself first."""
+        """The ways of attention over `context` to try, first the layout's own or what "auto"
+        chooses."""
         if layout.context == 1:
             return ()
         own = context_attention(layout, self.model, self.hardware)
@@ -171,14 +173,14 @@ class Question:
         return choices(self.fixed.context_attention, tuple(ways))
 
     def experts(self) -> tuple[int, ...]:
-        """The shards of experts to try."""
+        """The numbers of shards of experts to try."""
         most = self.model.routed_experts
         sizes = (n for n in divisors(self.gpus) if n == 1 or (most and most % n == 0))
         return choices(self.fixed.expert, tuple(sizes))
 
     def tensors(self) -> tuple[int, ...]:
-        """The shards of matrices to try: of a model with experts as many as a node has, since more
-        devices share its experts."""
+        """The numbers of tensor shards to try: for a model with experts at most as many as a node
+        has devices, since further devices share its experts."""
         most = self.hardware.node_devices if self.model.routed_experts else self.gpus
         return choices(self.fixed.tensor, tuple(n for n in divisors(self.gpus) if n <= most))
 
@@ -188,8 +190,8 @@ class Question:
         return choices(self.fixed.pipe, tuple(n for n in divisors(self.gpus) if n <= most))
 
     def _stage_layers(self, pipe: int) -> Literal["even", "balanced"]:
-        """Layers of several kinds are balanced where as many for each stage cannot be had, or are
-        no tenth as even; so are those of models with experts, whatever their number."""
+        """Layers of several kinds, or of a model with experts, are balanced if stages cannot have
+        equal numbers of them, or if the heaviest would then be over a tenth heavier."""
         model = self.model
         several = bool(model.routed_experts) or len(set(pattern_of(model))) > 1
         if not several:
@@ -202,13 +204,14 @@ class Question:
         return "balanced" if even > _UNEVEN * balanced else "even"
 
     def ways_of_experts(self, layout: Layout) -> tuple[bool, ...]:
-        """Whether experts may be split over `tensor`, or be whole; the layout's own way first."""
+        """The values of `expert_tensor` to try (experts split, or whole), the layout's first."""
         if not self.model.routed_experts or layout.tensor == 1:
             return ()
         return choices(self.fixed.expert_tensor, (layout.expert_tensor, not layout.expert_tensor))
 
     def contexts(self) -> tuple[int, ...]:
-        """The parts of a sequence to try: where it is long, and the software priced is ours."""
+        """The numbers of parts of a sequence to try: several if it is long and the software is
+        ours."""
         most = self.model.sequence // _PART if self._is_ours(Layout()) else 1
         sizes = divisors(self.gpus)
         return choices(self.fixed.context, tuple(n for n in sizes if n <= max(1, most)))
@@ -217,7 +220,7 @@ class Question:
         return calibration_for(layout, self.model, self.hardware).software.name == "mtx"
 
     def _sequence_parallel(self, context: int, tensor: int) -> tuple[bool, ...]:
-        """What may be tried, the leaner first; of models with experts that alone."""
+        """The values to try, the leaner first; for models with experts only that one."""
         if tensor == 1:
             tried = (True,)
         else:
@@ -228,7 +231,7 @@ class Question:
 
 
 def divides(layout: Layout, model: ModelConfig, global_batch: int) -> bool:
-    """Whether the model can be laid out so, and the batch be divided."""
+    """Whether the layout suits the model and divides the batch."""
     try:
         layout.check(model)
         layout.microbatches(global_batch)
@@ -238,7 +241,7 @@ def divides(layout: Layout, model: ModelConfig, global_batch: int) -> bool:
 
 
 def choices(given: T | None, tried: tuple[T, ...]) -> tuple[T, ...]:
-    """What is tried, unless something is given."""
+    """The values tried, or the one given."""
     return tried if given is None else (given,)
 
 

@@ -23,14 +23,14 @@ from mtx.schedules.shape import Times
 
 _HIDES = 4096  # tokens of a microbatch whose FLOPs take as long as its layers' collectives
 CONTEXT_WAYS: tuple[ContextAttention, ...] = ("gather", "ring", "ulysses", "usp")
-_SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks where nothing else tells
+_SEND = 0.01  # of F + B + W, for each send: enough to prefer fewer chunks if nothing else decides
 
 
 def schedule_for(layout: Layout, microbatches: int, own: Schedule | None = None) -> Schedule:
-    """The table that a layout's schedule names, or that its file holds, or one's own; woven where
-    the layout's ticks are.
+    """The table that a layout's schedule names, or that its file holds, or the caller's own; woven
+    if the layout's ticks are.
 
-    UserError where there is none. A file's table may be of another shape: see `check_shape`.
+    UserError if there is none. A file's table may have another shape: see `check_shape`.
     """
     if own is not None:
         table = own
@@ -52,8 +52,8 @@ _read = lru_cache(maxsize=8)(read_schedule)
 
 
 def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
-    """UserError where a table is made for another number of stages, chunks or microbatches, or for
-    woven ticks where a layout has none, or is a name."""
+    """UserError if a table is only a name, or is made for another number of stages, chunks, slices
+    or microbatches, or for woven ticks that a layout does not have."""
     if not isinstance(table, Schedule):
         raise UserError(
             f"schedule={table!r} is not a table; a schedule's name stands in the layout, "
@@ -78,13 +78,13 @@ def check_shape(table: Schedule, layout: Layout, microbatches: int) -> None:
 
 
 def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layout, str]:
-    """(the layout with schedule="auto", zero_unit="auto" and context_attention="auto" chosen, why
-    that schedule was); any other schedule as it is, and "".
+    """(the layout with schedule="auto", zero_unit="auto" and context_attention="auto" resolved, why
+    that schedule was chosen); any other schedule stays as it is, with "" for the reason.
 
-    The search knows no measured times: an F, a B and a W count alike, B twice where it computes F
-    again, and a send a hundredth of the three. A layout of virtual > 1, or with a tuple of
-    stage_layers, keeps its number of chunks; else every number is tried that gives each chunk the
-    same layers, and 1, where stage_layers="balanced" may give more to some.
+    The search knows no measured times: F, B and W count the same, B twice as much if it computes F
+    again, and a send a hundredth of the three. A layout with virtual > 1, or with a tuple of
+    stage_layers, keeps its number of chunks. Otherwise every number is tried that gives each chunk
+    the same number of layers, and 1, where stage_layers="balanced" may give some stages more.
     """
     if layout.zero == 3:
         layout = replace(layout, zero_unit=zero_unit(layout, model, global_batch))
@@ -97,19 +97,19 @@ def resolve(layout: Layout, model: ModelConfig, global_batch: int) -> tuple[Layo
 
 
 def with_zero(layout: Layout, zero: int) -> Layout:
-    """The layout that shards so over `data`; zero=0, which this program does not run, as zero=1."""
+    """The layout with that `zero`; zero=0, which this program does not run, becomes zero=1."""
     if zero == 3:
         return replace(layout, zero=3)
     return replace(layout, zero=1, zero_unit="auto")
 
 
 def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit:
-    """What zero=3 gathers at a time, "layer" or "chunk"; of "auto" the one that is chosen.
+    """What zero=3 gathers at a time, "layer" or "chunk"; "auto" is resolved.
 
-    By the layer, its 8 bytes a parameter (16 bits gathered twice, float32 scattered) move with
-    every microbatch, beside 6 FLOPs a parameter and token: from some thousand tokens on the FLOPs
-    take longer, on A100s and H100s alike, and all but a layer stays sharded. By the chunk they move
-    with every group of microbatches, and nothing hides them; of one microbatch they are the same.
+    By layer, 8 bytes per parameter (16 bits gathered twice, float32 scattered) move with every
+    microbatch, beside 6 FLOPs per parameter and token: from a few thousand tokens on the FLOPs take
+    longer, on A100s and H100s alike, and all but one layer stays sharded. By chunk, they move with
+    every group of microbatches, and nothing hides them; for one microbatch they are the same.
     """
     if layout.zero_unit != "auto":
         return layout.zero_unit
@@ -121,7 +121,7 @@ def zero_unit(layout: Layout, model: ModelConfig, global_batch: int) -> ZeroUnit
 def context_attention(
     layout: Layout, model: ModelConfig, device: Hardware | None = None
 ) -> ContextAttention:
-    """How attention goes over `context`; of "auto" the fastest way."""
+    """The way of attention over `context`; for "auto", the fastest."""
     if layout.context == 1 or layout.context_attention != "auto":
         return layout.context_attention
     return context_ways(layout, model, device)[0]
@@ -130,9 +130,9 @@ def context_attention(
 def context_ways(
     layout: Layout, model: ModelConfig, device: Hardware | None = None
 ) -> tuple[ContextAttention, ...]:
-    """Those that the layout allows, the fastest first: by the seconds of a layer, as nothing else
-    of a step depends on them. device: None, a plan's by default, which training takes too; a plan's
-    file keeps what was chosen for its target."""
+    """The ways of attention over `context` that the layout allows, the fastest first: by the
+    seconds of a layer, as nothing else in a step depends on them. device: None stands for a plan's
+    default, which training uses too; a plan's file keeps what was chosen for its target."""
     if not model.causal:
         return ("gather",)
     heads = max(1, model.groups // layout.tensor)
@@ -144,7 +144,7 @@ def context_ways(
 
 
 def _layers_s(layout: Layout, model: ModelConfig, way: ContextAttention, device: Hardware) -> float:
-    """Seconds of a layer of each kind, for a microbatch."""
+    """Seconds of one layer of each kind, in total, for a microbatch."""
     shard = Shard(
         model=model, microbatch=layout.microbatch, tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel, hardware=device,

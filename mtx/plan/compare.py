@@ -49,7 +49,8 @@ _WORTH_SAYING = 0.2  # of the largest difference between two candidates' parts
 
 
 def reasons(better: Candidate, worse: Candidate, hardware: Hardware) -> str:
-    """Why one beats the other: the parts of the step in which it gains most, and its price."""
+    """Why one beats the other: the parts of the step in which it gains most, and what it pays for
+    them."""
     gained_s = {
         each.name: getattr(worse.time, each.name) - getattr(better.time, each.name)
         for each in fields(StepTime)
@@ -65,7 +66,7 @@ def reasons(better: Candidate, worse: Candidate, hardware: Hardware) -> str:
 
 
 def _compare(name: str, one: Candidate, other: Candidate, hardware: Hardware) -> str:
-    """One part of the step of `one`, against `other`'s."""
+    """One part of the step of `one`, compared with `other`'s."""
     mine_s, theirs_s = getattr(one.time, name), getattr(other.time, name)
     mine, theirs = one.layout, other.layout
     if name == "bubble_s":
@@ -115,7 +116,7 @@ def changes(
 ) -> list[Change]:  # fmt: skip
     """What each single change of a setting of `best` would cost, mesh unchanged, fastest first.
 
-    Of microbatches and chunks, the two nearest on each side.
+    For microbatches and chunks, the two nearest values on each side are tried.
     """
     question = Question(
         model=model, gpus=best.layout.devices, global_batch=global_batch, hardware=hardware,
@@ -156,14 +157,15 @@ def changes(
 
 
 def _same(layout: Layout, other: Layout, model: ModelConfig) -> bool:
-    """Whether they are one, with attention over `context` as it is chosen."""
+    """Whether two layouts are the same once attention over `context` is resolved."""
     return replace(layout, context_attention=context_attention(layout, model)) == replace(
         other, context_attention=context_attention(other, model)
     )
 
 
 def _changed(layout: Layout, name: str, value: object) -> Layout | None:
-    """None where it cannot be, as a schedule that needs another number of chunks."""
+    """The layout with that field changed; None if it cannot be, as for a schedule that needs
+    another number of chunks."""
     try:
         return replace(layout, **{name: value})
     except UserError:

@@ -30,7 +30,7 @@ class Traffic:
     axes: tuple[str, ...]  # of the mesh: pipe, data, tensor
     group: int  # devices that take part in one
     dtype: str
-    count: float  # executions a step, a mean over the stages where they differ
+    count: float  # executions per step, a mean over the stages if they differ
     bytes: float  # that a device sends in a step, by ring algorithms
 
 
@@ -40,10 +40,10 @@ class Exposure:
 
     axes: tuple[str, ...]
     seconds: float  # by the planner's model of the network
-    exposed_s: float  # of them, those that the schedule puts no computation beside
+    exposed_s: float  # of them, those that the schedule overlaps with no computation
 
 
-HOST = "host"  # in the place of an axis: copies to the host's memory and back
+HOST = "host"  # in place of an axis: copies to the host's memory and back
 Kind = Literal["matmul", "attention", "other"]
 
 
@@ -51,8 +51,8 @@ Kind = Literal["matmul", "attention", "other"]
 class Spent:
     """Seconds of a step, or of a tick."""
 
-    what: str  # a Kind; "exposed over tensor"; of the costliest bf16[1,2048,6144] mul: what is made
-    part: str  # of the step: woven, F, B, W, head, update, ...; "" where XLA does not say
+    what: str  # a Kind; "exposed over tensor"; for the costliest, the output: bf16[1,2048,6144] mul
+    part: str  # of the step: woven, F, B, W, head, update, ...; "" if XLA does not say
     seconds: float
 
 
@@ -71,23 +71,23 @@ class Span:
 class Tick:
     """A steady tick of the step: one iteration of the loop that takes longest."""
 
-    seconds: float  # of the mean one, and where they go
+    seconds: float  # of the mean tick; `spent` says where they go
     spent: tuple[Spent, ...]
     count: int
-    drawn_s: float  # of one with all that a tick may have, the head's too, and what it does
+    drawn_s: float  # of a tick with all that one may have, the head too; `spans` says what it does
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """An estimate: one run of the program on one device, by `mtx.compile.overlap`; in each tick of
-    the stage that has most to do, for which the others wait."""
+    """An estimate: one run of the program on one device, by `mtx.compile.overlap`. Each tick is
+    that of the stage that has the most to do, for which the others wait."""
 
-    step_s: float  # what is computed and, in turn with it, what is exposed
+    step_s: float  # computation and, between it, what is exposed
     exposures: tuple[Exposure, ...]  # the most exposed first
-    spent: tuple[Spent, ...]  # the seconds of the step; of a plan, those of the mean stage
-    costliest: tuple[Spent, ...]  # the ten costliest of no matmul, attention or collective
-    tick: Tick | None  # of the loop that takes longest; None where there is none
+    spent: tuple[Spent, ...]  # the seconds of the step; in a plan, those of the mean stage
+    costliest: tuple[Spent, ...]  # the ten costliest, without matmuls, attention, collectives
+    tick: Tick | None  # of the loop that takes longest; None if there is no loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +98,20 @@ class Compiled:
     devices: int
     backend: Backend  # whose compiler it was
     label: str  # what was compiled, and how near it is to the target
-    hint: str  # how to get nearer; "" where it is as near as it can be
+    hint: str  # how to get nearer; "" if it is as near as it can be
     jax_version: str
     arguments_bytes: int
     outputs_bytes: int
-    alias_bytes: int  # of outputs that lie where arguments lay
+    alias_bytes: int  # of outputs that are stored where arguments were
     temp_bytes: int
     largest: tuple[Buffer, ...]  # the ten largest, largest first
     collectives: tuple[Traffic, ...]  # most bytes first
-    timeline: Timeline | None  # None where no GPU was compiled for
+    timeline: Timeline | None  # None if no GPU was compiled for
     matmul_flops: float  # of the whole cluster in one step, loops weighted by their trip counts
     formula_flops: float  # `hardware_matmul_flops` of the same program
     compile_s: float  # tracing, lowering and compiling
     compiler_peak_bytes: int  # the compiling process's largest memory
-    host_bytes: int = 0  # in the host's memory, beside those of the device
+    host_bytes: int = 0  # in the host's memory, in addition to those of the device
 
     @property
     def total_bytes(self) -> int:
@@ -124,12 +124,12 @@ class Compiled:
 
     @classmethod
     def from_dict(cls, values: dict) -> Compiled:
-        """The inverse of `to_dict`, also after a way through JSON."""
+        """The inverse of `to_dict`, also after a round trip through JSON."""
         return _read(cls, {name: each for name, each in values.items() if name != "total_bytes"})
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Of that type, from plain dicts and lists."""
+    """A value of that type, from plain dicts and lists."""
     if get_origin(kind) is tuple:
         return tuple(_read(get_args(kind)[0], each) for each in value)
     if get_origin(kind) is UnionType and value is not None:

@@ -1,10 +1,10 @@
-"""Attention over `context` in a plan: the seconds of what it sends, and the memory that it needs.
+"""Attention over `context` in a plan: the seconds of communication that nothing hides.
 
-What is sent is read off the layer's trace (`mtx.costs`); what of it computation hides follows from
-the order in `mtx.layers.over_context`. Of a ring of r devices each send runs beside the attention
-of a step, an r-th of all; so does the gathering of keys and values, beside that of a device's own
-positions. Nothing hides the last send of a ring's sums, scattered gradients of keys and values, and
-all-to-alls.
+What is sent is read off the layer's trace (`mtx.costs`); how much of it computation hides follows
+from the order in `mtx.layers.over_context`. In a ring of r devices each send overlaps with the
+attention of one step, an r-th of all; gathering keys and values overlaps with the attention of a
+device's own positions. Nothing hides the last send of a ring's sums, the scattering of gradients of
+keys and values, and all-to-alls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mtx.costs.cost import Collective, Cost
 from mtx.plan.network import Group, all_reduce_s, all_to_all_s, gather_s, message_s
 from mtx.plan.shard import Shard
 
-_SUM_BYTES = 4  # of an element of the gradients of keys and values that go round
+_SUM_BYTES = 4  # per element of the gradients of keys and values that go round the ring
 
 
 def context_group(shard: Shard) -> Group:
@@ -23,8 +23,8 @@ def context_group(shard: Shard) -> Group:
 
 
 def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> float:
-    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides,
-    beside so many of its attention."""
+    """Seconds of a layer's F ("F") or backward pass ("BW") over `context` that nothing hides, given
+    the seconds of its attention."""
     spent: dict[str, float] = defaultdict(float)  # by kind
     devices = shard.context
     for each in cost.collectives:
@@ -44,11 +44,11 @@ def exposed_s(shard: Shard, cost: Cost, during: str, attention_s: float) -> floa
 
 def _seconds(shard: Shard, each: Collective) -> float:
     group, payload = context_group(shard), each.bytes.at(shard.microbatch)
-    if each.kind == "ppermute":  # a ring of groups leaves a node where all of the axis does
+    if each.kind == "ppermute":  # a ring of groups leaves a node if the whole axis does
         return message_s(payload, crosses=group.crosses(shard.hardware), **shard.machine)
     if each.kind == "all_to_all":
         group = Group(size=each.group or group.size, stride=group.stride)
         return all_to_all_s(payload, group, **shard.machine)
-    if each.kind == "psum":  # of what routers count
+    if each.kind == "psum":  # of routers' counts
         return all_reduce_s(payload, group, **shard.machine)
     return gather_s(payload, group, **shard.machine)

@@ -20,7 +20,7 @@ _PARTS = {
 _KINDS = {"matmul": "matmul_s", "attention": "attention_s", "other": "elementwise_s"}
 
 
-_EXPLAINED = 0.1  # of what was compiled: where the closed form is farther off, a reason is said
+_EXPLAINED = 0.1  # of the compiled seconds: if the closed form is farther off, a reason is given
 _WHY = {
     "attention_s": "the kernel compiled is another than the one priced",
     "elementwise_s": "XLA's kernels read and write more than the trace's chains need: the costliest"
@@ -39,7 +39,7 @@ _WHY = {
 
 
 class Difference(NamedTuple):
-    """Seconds of a step that go into a part of it."""
+    """Seconds that a step spends on one of its parts."""
 
     part: str  # a field of StepTime; "kernel_starts_s"; "step_s", the whole
     predicted_s: float
@@ -47,19 +47,20 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How much more was predicted, of what was compiled."""
+        """How much more was predicted than compiled, as a share of what was compiled."""
         return self.predicted_s / self.compiled_s - 1 if self.compiled_s else float("inf")
 
     @property
     def why(self) -> str:
-        """Where they differ by more than a tenth; "" elsewhere."""
+        """The reason, if the two differ by more than a tenth; "" otherwise."""
         far = abs(self.predicted_s - self.compiled_s) > _EXPLAINED * self.compiled_s
         return _WHY.get(self.part, "") if far else ""
 
 
 def differences(plan: PricedRun) -> tuple[Difference, ...]:
-    """Of a plan with a compiled timeline; () without one. Both are of this program on the plan's
-    machine. What the timeline has beyond the mean stage's own work is idle time."""
+    """The differences in a plan with a compiled timeline; () without one. Both times are of this
+    program on the plan's machine. What the timeline has beyond the mean stage's own work is idle
+    time."""
     times = plan.compiled and plan.compiled.timeline
     if not times:
         return ()
@@ -82,8 +83,8 @@ def differences(plan: PricedRun) -> tuple[Difference, ...]:
 
 
 def _field(one: Spent) -> str:
-    """The field of StepTime that has it. Collectives of the embedding and of the head count with
-    those over `tensor`, over whatever they run."""
+    """The field of StepTime that the seconds belong to. Those of the embedding's and head's
+    collectives over `pipe` or `tensor` count as `tensor`'s."""
     axes = one.what.removeprefix("exposed over ")
     if axes == one.what:
         return _PARTS.get(one.part) or _KINDS[one.what]

@@ -1,11 +1,12 @@
 """Experts in a plan: the seconds of what is sent to them and back.
 
 What is sent is read off the layer's trace (`mtx.costs`): all-to-alls, or gathers and scatters, of
-as many tokens as experts have room for. In a plain tick XLA hides none of it; woven ticks do.
+as many tokens as experts have room for. In a plain tick XLA hides none of it; woven ticks hide it.
 
-Where the fullest expert is given more than its room, further rounds of a quarter of it run on all
-devices that share experts, in loops, beside which nothing runs. Each costs what its trace says. The
-memory is the same: their arrays have their place whether they run or not.
+If the fullest expert receives more tokens than it has room for, further rounds with a quarter of
+that room run on all devices that share experts, in loops that nothing overlaps with. Each round
+costs what its trace says. Memory is the same: the arrays of these rounds have their place whether
+the rounds run or not.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ _SECONDS = {"all_to_all": all_to_all_s, "all_gather": gather_s, "reduce_scatter"
 
 
 def expert_group(shard: Shard) -> Group:
-    """Devices that share experts: where `tensor` is one of their axes, those of a node first."""
+    """The devices that share experts; if `tensor` is one of their axes, those of a node come
+    first."""
     experts = shard.experts
-    assert experts is not None  # who asks has experts
+    assert experts is not None  # callers have checked it
     if experts.expert_tensor:
         return Group(size=experts.expert, stride=shard.context * shard.tensor)
     return Group(size=experts.expert * shard.tensor, stride=shard.context)
 
 
 def check_imbalance(model: ModelConfig, expert_imbalance: float) -> None:
-    """UserError where no load of experts can be so."""
+    """UserError if no load of experts can have that imbalance."""
     if not model.routed_experts:
         if expert_imbalance != 1:
             raise UserError(
@@ -52,7 +54,8 @@ def check_imbalance(model: ModelConfig, expert_imbalance: float) -> None:
 
 
 def rounds_after_first(shard: Shard, cost: Cost) -> int:
-    """As many as the fullest expert needs, on a device whose tokens choose as all do."""
+    """The number of further rounds that the fullest expert needs, on a device whose tokens choose
+    as all tokens do."""
     products = [each for each in cost.later.matmuls if each.during == "F"]
     if not products or shard.experts is None:
         return 0
@@ -69,7 +72,7 @@ def rounds_after_first(shard: Shard, cost: Cost) -> int:
 
 
 def later_s(shard: Shard, cost: Cost, during: str) -> tuple[float, float, float]:
-    """Seconds of matmuls, of other kernels and of what is sent in the rounds after the first."""
+    """Seconds of matmuls, of other kernels and of what is sent, in the rounds after the first."""
     rounds, rows, later = rounds_after_first(shard, cost), shard.microbatch, cost.later
     if not rounds:
         return 0.0, 0.0, 0.0
@@ -83,7 +86,7 @@ def later_s(shard: Shard, cost: Cost, during: str) -> tuple[float, float, float]
 
 
 def to_experts_s(shard: Shard, collectives: Iterable[Collective], during: str) -> float:
-    """Seconds of a layer's F ("F") or backward pass ("BW")."""
+    """Seconds of sending to experts and back in a layer's F ("F") or backward pass ("BW")."""
     if shard.experts is None:
         return 0.0
     group = expert_group(shard)
@@ -98,9 +101,9 @@ def to_experts_s(shard: Shard, collectives: Iterable[Collective], during: str) -
 
 
 def first_alone_s(shard: Shard, cost: Cost, attention_s: float) -> float:
-    """Seconds of a pair of woven layers in which B's first all-to-all has nothing beside it: B has
-    nothing to do before it, and F only attention, of that many seconds, and what makes it. cost: of
-    the layer."""
+    """Seconds of a pair of woven layers in which B's first all-to-all overlaps with nothing: B has
+    nothing to do before it, and F has only attention, which takes `attention_s`, and attention's
+    matmuls. cost: of the layer."""
     if shard.experts is None:
         return 0.0
     of_experts = {each.weight for each in cost.later.matmuls}
@@ -113,5 +116,6 @@ def first_alone_s(shard: Shard, cost: Cost, attention_s: float) -> float:
 
 
 def is_to_experts(each: Collective) -> bool:
-    """Attention sends its heads over `context` alone, and nothing else by all-to-all."""
+    """Whether a collective sends tokens to experts or back. Attention sends its heads over
+    `context` alone, and nothing else uses all-to-alls."""
     return "expert" in each.axes or (each.kind == "all_to_all" and "context" not in each.axes)

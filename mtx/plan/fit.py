@@ -1,4 +1,4 @@
-"""Whether a run fits the machine: asked before anything is allocated."""
+"""Whether a run fits the machine: checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _GIB = 2**30
 
 
 def refuse_if_too_large(run: RunConfig, devices: Sequence) -> None:
-    """UserError where the devices cannot hold the parameters, gradients and optimizer of `run`.
+    """UserError if the devices cannot hold the parameters, gradients and optimizer of `run`.
 
-    These are exact, so nothing is refused that could run; activations, which are predicted, come
-    on top. The error names the largest preset that fits with all of it. `devices` are JAX's, all
-    processes' together; where they are fewer than the layout asks for, what they hold together
-    counts.
+    These sizes are exact, so nothing is refused that could run; activations, which are predicted,
+    come on top. The error names the largest preset that fits with all of it. `devices` are JAX's,
+    of all processes together; if they are fewer than the layout asks for, the memory of all of them
+    together counts.
     """
     room = _Room.of(devices)
     if room is None:
@@ -49,13 +49,13 @@ class _Room:
 
     devices: int  # of all processes
     local_devices: int
-    bytes: int  # of one device, or of all local ones where they share it
+    bytes: int  # of one device, or of all local ones if they share it
     shared: bool  # the local devices are virtual: they share the machine's memory
     backend: Backend
 
     @classmethod
     def of(cls, devices: Sequence) -> _Room | None:
-        """None where the devices do not say."""
+        """The memory of these devices; None if they do not report it."""
         local = [d for d in devices if d.process_index == d.client.process_index()]
         shared = all(device.platform == "cpu" for device in local)
         if shared:
@@ -75,7 +75,7 @@ class _Room:
 
     def holds(self, device_bytes: int, layout: Layout) -> bool:
         """Whether each device of `layout` can have that many bytes."""
-        crowding = layout.devices / self.devices  # the layout's devices on each that there is
+        crowding = layout.devices / self.devices  # devices of the layout on each real one
         if self.shared:
             return device_bytes * crowding * self.local_devices <= self.bytes
         return device_bytes * max(crowding, 1) <= self.bytes
@@ -91,7 +91,7 @@ def _nearest_preset(room: _Room) -> str:
         run = preset(name)
         layout = fit_layout(run.layout, room.devices)
         if not room.holds(weights_bytes(run.model, layout, layout.zero), layout):
-            continue  # no layer is traced for that
+            continue  # this check traces no layer
         memory = predict_memory(run.model, layout, run.global_batch, backend=room.backend)
         if room.holds(memory.total_bytes, layout):
             count = f"{room.devices:,} device{'s' if room.devices > 1 else ''}"
@@ -102,7 +102,7 @@ def _nearest_preset(room: _Room) -> str:
 def fit_layout(layout: Layout, devices: int, given: Mapping[str, Any] | None = None) -> Layout:
     """The largest part of `layout` for at most `devices`: fewer replicas first, then fewer shards
     of experts, parts of sequences, tensor shards and stages, each a divisor of what it was, so that
-    everything still divides. given: fields that are to have these values, whatever the layout's."""
+    everything still divides. given: fields that must have these values, whatever the layout has."""
     given = given or {}
     layout = replace(layout, **_without_uneven_stages(layout, given), **given)
     for axis in ("data", "expert", "context", "tensor", "pipe"):
@@ -116,7 +116,7 @@ def fit_layout(layout: Layout, devices: int, given: Mapping[str, Any] | None = N
 
 
 def _without_uneven_stages(layout: Layout, changes: Mapping[str, Any]) -> dict[str, str]:
-    """What else changes, where lists of stages' layers are of other stages."""
+    """What else must change if `stage_layers` lists the layers of another number of stages."""
     is_other = changes.get("pipe", layout.pipe) != layout.pipe
     uneven = isinstance(layout.stage_layers, tuple) and "stage_layers" not in changes
     return {"stage_layers": "balanced"} if uneven and is_other else {}
@@ -127,8 +127,8 @@ def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = 
     predicted to fit: tensor shards within a process first, then pipeline stages; the rest are
     replicas.
 
-    Axes that are `kept` stay as they are. Where the model or the batch cannot be divided over all
-    devices, some are left out.
+    Axes in `kept` stay as they are. If the model or the batch cannot be divided over all devices,
+    some are left out.
     """
     room = _Room.of(devices)
     near = sum(device.process_index == devices[0].process_index for device in devices)
@@ -148,8 +148,8 @@ def spread_layout(run: RunConfig, devices: Sequence, *, kept: Collection[str] = 
 
 
 def _layouts(layout: Layout, count: int, most_tensor: int) -> Iterator[Layout]:
-    """All over `count` devices, those of fewer and nearer shards first; parts of sequences are as
-    many as they were."""
+    """All layouts over `count` devices, those with fewer and nearer shards first; the number of
+    parts of a sequence stays the same."""
     parts, left = divmod(count, layout.context)
     for shards in divisors(parts) if not left else ():
         for tensor in reversed(divisors(shards)):

@@ -1,11 +1,11 @@
-"""FLOPs and parameters of a model, by three conventions of FLOPs that must not be mixed.
+"""FLOPs of a model, by three conventions that must not be mixed, and its parameters.
 
 `sc21_flops`             the paper's: full attention, every block forward twice (recomputation)
 `model_flops`            today's MFU: causal attention, no recomputation
-`hardware_matmul_flops`  what this program's matmuls execute, whatever it is good for
+`hardware_matmul_flops`  what this program's matmuls execute, useful or not
 
-All count matmuls only, 2 M N K each, for one step of `batch` sequences over the whole cluster; what
-matmuls there are says the traced model (`mtx.costs.cost`).
+All count matmuls only, 2 M N K each, for one step of `batch` sequences over the whole cluster; the
+matmuls are those of the traced model (`mtx.costs.cost`).
 
 Letters as in the papers: B sequences · s sequence length · h hidden · l layers · V vocabulary ·
 f the feed-forward multiple (4 in the paper)
@@ -30,9 +30,9 @@ from mtx.schedules.schedule import Schedule
 class ForwardFlops:
     """Matmul FLOPs of one forward pass, all layers together."""
 
-    layers: Mapping[str, float]  # products with weights, by sublayer; of a GPT 8 B s h^2 a layer in
-    # "attention" (q, k, v and the output) and 4 f B s h^2 in "mlp"
-    scores: float  # products of activations; 4 B s^2 h a layer, q k^T and that with v
+    layers: Mapping[str, float]  # products with weights, by sublayer; per layer of a GPT
+    # 8 B s h^2 in "attention" (q, k, v and the output) and 4 f B s h^2 in "mlp"
+    scores: float  # products of activations; 4 B s^2 h per layer: q k^T, and that with v
     head: float  # 2 B s h V, and the layers before the logits
     embedding: float  # of images: a lookup has none
     backward: float  # of the backward pass: twice all these, less what is frozen
@@ -47,14 +47,14 @@ class ForwardFlops:
 
     @property
     def by_part(self) -> dict[str, float]:
-        """One after the other, as the model computes them."""
+        """The FLOPs of each part, in the order in which the model computes them."""
         embedding = {"embedding": self.embedding} if self.embedding else {}
         return {**embedding, **self.layers, "scores": self.scores, "head": self.head}
 
 
 def forward_flops(model: ModelConfig, batch: int, *, causal: bool) -> ForwardFlops:
     """One forward pass of `batch` sequences. causal: scores that the mask hides are not counted."""
-    model = replace(model, dropout=0.0, attention_dropout=0.0)  # which is no matmul
+    model = replace(model, dropout=0.0, attention_dropout=0.0)  # they are not matmuls
     layers: dict[str, float] = defaultdict(float)
     scores = backward = 0.0
     for kind, count in Counter(pattern_of(model)).items():
@@ -83,28 +83,29 @@ def _forward(cost: Cost) -> list[Matmul]:
 
 
 def _products_back(matmul: Matmul, cost: Cost) -> int:
-    """How many products of its size the backward pass of a product has: for the gradient of what it
-    was given, where one is asked for, and for that of its weight, or of both activations."""
+    """How many products of the same size a product has in the backward pass: one for the gradient
+    of its input, if that is needed, and one for that of its weight; or one for each of two
+    activations."""
     same = {each.during for each in cost.matmuls if each.weight == matmul.weight}
     return ("B" in same) + ("W" in same) if matmul.weight else 2 * ("B" in same)
 
 
 def sc21_flops(model: ModelConfig, batch: int) -> float:
-    """FLOPs a step by SC'21, equation (3): 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) where f = 4.
+    """FLOPs per step by SC'21, equation (3): 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) for f = 4.
 
-    Blocks forward, forward again and backward (4 forwards), the head without the second; attention
-    not halved for causality. The paper's teraFLOP/s, and its 502 petaFLOP/s, are in this unit; of
-    another family's matmuls it is the same count.
+    Blocks run forward, forward again and backward (4 forwards), the head without the second
+    forward; attention is not halved for causality. The paper's teraFLOP/s, and its 502 petaFLOP/s,
+    are in this unit. The matmuls of other families are counted in the same way.
     """
     forward = forward_flops(model, batch, causal=False)
     return forward.total + forward.blocks + forward.backward
 
 
 def model_flops(model: ModelConfig, batch: int) -> float:
-    """FLOPs a step as MFU counts them: 72 B s l h^2 (1 + s/(12h) + V/(12 l h)) where f = 4.
+    """FLOPs per step as MFU counts them: 72 B s l h^2 (1 + s/(12h) + V/(12 l h)) for f = 4.
 
-    Forward and backward (3 forwards, 2 of products with frozen weights, 1 where nothing before is
-    trained either), attention halved where it is causal, nothing for recomputation.
+    Forward and backward (3 forwards; 2 for products with frozen weights, 1 if nothing before them
+    is trained either), attention halved if it is causal, nothing for recomputation.
     """
     forward = forward_flops(model, batch, causal=True)
     return forward.total + forward.backward
@@ -115,10 +116,10 @@ def hardware_matmul_flops(
 ) -> float:
     """FLOPs of all matmuls that one step of our program executes, on all devices together.
 
-    Attention is what its kernel computes, the vocabulary is padded, and B costs two forwards plus
-    what it computes again: with stash="inputs" the chunk, or where that is one layer what
-    recompute="full" does, whose output nobody needs. With idle="phases" idle ops compute
-    too: they are counted.
+    Attention counts what its kernel computes, the vocabulary is padded, and B costs two forwards
+    plus what it recomputes: with stash="inputs" the chunk or, if that is one layer, what
+    recompute="full" does, since nobody needs the layer's output. With idle="phases" idle ops
+    compute too, and are counted.
     """
     schedule = schedule_for(layout, layout.microbatches(global_batch))
     placement = placement_of(model, layout, schedule.virtual_stages)
@@ -164,7 +165,7 @@ def _layer_flops(
 
 
 def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
-    """Ticks in which a stage computes F, B and W, idle ones included where they compute."""
+    """Ticks in which a stage computes F, B and W, including idle ones if they compute."""
     kinds = len(schedule.halves)
     if idle == "skip":
         return (schedule.items * schedule.virtual,) * kinds
@@ -175,8 +176,8 @@ def _executed_ops(idle: Idle, schedule: Schedule) -> tuple[int, ...]:
 
 
 def sc21_parameters(model: ModelConfig) -> float:
-    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), SC'21, equation (2); of a GPT, f = 4, tied
-    embedding and head."""
+    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), SC'21, equation (2); for a GPT with f = 4 and
+    tied embedding and head."""
     layers, hidden = model.layers, model.hidden
     ends = (model.vocab + model.sequence) / (12 * layers * hidden)
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + ends)
@@ -185,15 +186,15 @@ def sc21_parameters(model: ModelConfig) -> float:
 def parameters(model: ModelConfig) -> int:
     """The exact number of parameters, without the padding of the vocabulary.
 
-    Of a GPT, per layer (4 + 2f) h^2 + (9 + f) h: matrices, biases and two norms; beside the layers
-    the token table (twice where untied), the positions, and the final norm's 2h, which the paper's
-    formula lacks.
+    For a GPT, per layer (4 + 2f) h^2 + (9 + f) h: matrices, biases and two norms; outside the
+    layers the token table (twice if untied), the positions, and the final norm's 2h, which the
+    paper's formula lacks.
     """
     return sum(parameters_by_part(model).values())
 
 
 def trained_parameters(model: ModelConfig) -> int:
-    """How many of these are not frozen."""
+    """How many of the parameters are not frozen."""
     every = model_parameters(model)
     shared = sum(each.elements.at(1, model.vocab) for each in every.shared if each.trained)
     return shared + sum(
@@ -215,12 +216,13 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
         for each in every.layers[kind]:
             if each.role != "state":  # moved by a rule, not trained: a buffer elsewhere
                 parts[_part(each, every.layers[kind])] += count * each.elements.number
-    parts["norms"] = parts.pop("norms")  # behind the others
+    parts["norms"] = parts.pop("norms")  # after the others
     return dict(parts)
 
 
 def _part(parameter: Parameter, among: tuple[Parameter, ...]) -> str:
-    """norms, that stand in the stream; embedding; head, or which head; or the sublayer."""
+    """The part that a parameter belongs to: "norms" (those in the stream), "embedding", the head or
+    one of several heads, or its sublayer."""
     *modules, _ = parameter.path.split(".")
     shared = modules[0] in ("embed", "head")
     norms = {each.path.rpartition(".")[0] for each in among if each.role == "norm"}

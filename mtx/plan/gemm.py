@@ -1,9 +1,9 @@
 """Seconds of a matrix product from its sizes: a roofline with tiles, waves and depth.
 
-A GPU computes the product in tiles, as many at a time as it has cores: what does not fill a tile,
+A GPU computes the product in tiles, as many at a time as it has cores: the unfilled parts of tiles,
 and the cores that idle in the last wave, are lost. Each tile runs through all of k after a start
-that does not depend on it, so that products with a small k are slow. Where tiles leave half of the
-cores idle, as of a router's few columns, k is divided among them: cuBLAS's split-K.
+that does not depend on k, so products with a small k are slow. If tiles leave half of the cores
+idle, as with a router's few columns, k is divided among them: cuBLAS's split-K.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def matmul_s(
 
 
 def filled(m: int, n: int, *, batch: int, hardware: Hardware) -> float:
-    """The part of the cores' time that goes into [m, n], with the better way to lay the tile."""
+    """The fraction of the cores' time that goes into [m, n], with the tile laid the better way."""
     rows, columns = hardware.tile
     return max(
         _filled(m, n, rows, columns, batch, hardware.cores),
@@ -47,11 +47,11 @@ def filled(m: int, n: int, *, batch: int, hardware: Hardware) -> float:
     )
 
 
-_DEPTH = 512  # of k, the least that a part of it has
+_DEPTH = 512  # the least k of a part
 
 
 def depth_parts(m: int, n: int, k: int, *, batch: int, hardware: Hardware) -> float:
-    """Among how many cores the depth of each tile is divided."""
+    """The number of cores that the depth of each tile is divided among."""
     rows, columns = hardware.tile
     ways = (rows, columns), (columns, rows)
     tiles = min(-(-m // r) * -(-n // c) * batch for r, c in ways)

@@ -4,10 +4,10 @@ Peaks are dense (without structured sparsity). Links count one direction. Memory
 number, read as GiB; the driver keeps some of it. Nothing here was measured by this project. A
 user's own machine is a TOML file: see `load_hardware`.
 
-Host links and memory: NVIDIA's data sheets give PCIe both ways, 64 GB/s of the A100 ("PCIe Gen4"),
-128 GB/s of the H100, H200 and B200 ("PCIe Gen5"), and of GB200 900 GB/s of NVLink-C2C for the two
+Host links and memory: NVIDIA's data sheets give PCIe both ways, 64 GB/s for the A100 ("PCIe Gen4"),
+128 GB/s for the H100, H200 and B200 ("PCIe Gen5"), and for GB200 900 GB/s of NVLink-C2C for the two
 GPUs of a Grace. Systems' memory: DGX A100 data sheet, 2 TB, with 40 GB GPUs 1 TB; DGX H100, H200
-and B200, 2 TB; GB200 NVL72, 480 GB a Grace. TPUs: the memory of Google Cloud's machine types
+and B200, 2 TB; GB200 NVL72, 480 GB per Grace. TPUs: the memory of Google Cloud's machine types
 (ct5p-hightpu-4t 448 GB, ct5lp-hightpu-8t 384 GB, ct6e-standard-8t 1,440 GB). The MI300X's is
 assumed. Cards that share a switch's link to the host have less each: then say so in a TOML file.
 """
@@ -36,8 +36,8 @@ class Hardware:
     """One accelerator, in the node and the network that it is usually sold with."""
 
     name: str
-    device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` says them
-    # By type of the operands; absent where there is no such unit. Not hashed: a mapping cannot be.
+    device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` reports them
+    # By type of the operands; absent if there is no such unit. Not hashed: a mapping cannot be.
     peak_tflops: Mapping[str, float] = field(hash=False)
     memory_gib: Rate
     memory_gb_s: Rate
@@ -51,7 +51,8 @@ class Hardware:
     tile: tuple[Count, Count] = (128, 128)  # rows and columns of the product that a core computes
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s of matrix products of `dtype`; UserError where it has no unit for them."""
+        """FLOP/s of matrix products of `dtype`; UserError if the accelerator has no unit for
+        them."""
         if dtype not in self.peak_tflops:
             raise UserError(
                 f"{self.name} has no unit for {dtype}; use {' or '.join(self.peak_tflops)}"
@@ -59,7 +60,7 @@ class Hardware:
         return self.peak_tflops[dtype] * 1e12
 
     def check(self, model: ModelConfig) -> None:
-        """UserError where it has no unit for a type in which the model computes."""
+        """UserError if the accelerator has no unit for a type in which the model computes."""
         self.peak_flops(model.compute_dtype)
         if model.fp8 != "off" and "float8" not in self.peak_tflops:
             raise UserError(f"{self.name} has no unit for fp8={model.fp8!r}; use fp8='off'")
@@ -93,10 +94,10 @@ def _row(
 
 
 _HOPPER: dict[str, Any] = dict(b16=989.4, fp32=66.9, fp8=1978.9, cores=132, host_gb_s=64)
-_HOPPER_NODE = (8, 450, 50)  # NVLink 4; 400 Gb/s NDR InfiniBand a GPU
+_HOPPER_NODE = (8, 450, 50)  # NVLink 4; 400 Gb/s NDR InfiniBand per GPU
 _AMPERE: dict[str, Any] = dict(b16=312, fp32=19.5, cores=108)
-_AMPERE_NODE = (8, 300, 25)  # NVLink 3; 200 Gb/s HDR InfiniBand a GPU, as in SC'21
-# A TPU's matrix units are seen as one: what counts is that sizes are padded to theirs.
+_AMPERE_NODE = (8, 300, 25)  # NVLink 3; 200 Gb/s HDR InfiniBand per GPU, as in SC'21
+# A TPU's matrix units are seen as one: all that counts is that sizes are padded to theirs.
 _TPU_V5: dict[str, Any] = dict(fp16=False, tile=(128, 128))
 
 _ROWS = (
@@ -112,7 +113,7 @@ _ROWS = (
         "h100", "NVIDIA H100 80GB HBM3", **_HOPPER, memory=(80, 3352), node=_HOPPER_NODE,
         source="NVIDIA H100 data sheet, SXM",
     ),
-    _row(  # the H100 with fewer links; eight cards a node, as DeepSeek-V3's cluster has
+    _row(  # the H100 with fewer links; eight cards per node, as DeepSeek-V3's cluster has
         "h800", "NVIDIA H800", **_HOPPER, memory=(80, 3352), node=(8, 200, 50),
         source="DeepSeek-V3 (arXiv 2412.19437), section 3.1; NVLink of 400 GB/s both ways",
     ),
@@ -148,19 +149,19 @@ _ROWS = (
         source="Google Cloud TPU v6e documentation",
     ),
 )  # fmt: skip
-DEFAULT = "a100-80gb"  # SC'21's, of which a plan is where no target is named
+DEFAULT = "a100-80gb"  # SC'21's: the target of a plan that names none
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def hardware(name: str) -> Hardware:
-    """The row of that name; UserError with the nearest name where there is none."""
+    """The row of that name; UserError with the nearest name if there is none."""
     if name not in HARDWARE:
         raise unknown_name("hardware", name, HARDWARE)
     return HARDWARE[name]
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """The row whose devices call themselves so (`jax.devices()[0].device_kind`), or None.
+    """The row whose devices report this kind (`jax.devices()[0].device_kind`), or None.
 
     Only exact names count: a PCIe card is not the SXM module of the same name.
     """
@@ -172,10 +173,10 @@ def find_hardware(device_kind: str) -> Hardware | None:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A row of the table by its name, or a machine of one's own from a TOML file:
+    """A row of the table by its name, or the user's own machine from a TOML file:
 
-        name = "our-cluster"            # how it is called; the file's name where it is left out
-        like = "h100"                   # a row of the table, for all that is left out
+        name = "our-cluster"            # its name; the file's if it is left out
+        like = "h100"                   # a row of the table, for everything left out
         memory_gib = 80
         memory_gb_s = 3352
         node_devices = 8                # joined by the fast link
@@ -184,7 +185,7 @@ def load_hardware(name_or_path: str) -> Hardware:
         host_gb_s = 64                  # one device to its host's memory, one direction
         host_gib = 256                  # one device's part of that memory
         source = "our data sheet"
-        device_kinds = ["NVIDIA H100"]  # as jax.Device.device_kind says them; "NVIDIA": CUDA
+        device_kinds = ["NVIDIA H100"]  # as jax.Device.device_kind reports them; "NVIDIA": CUDA
         cores = 132                     # GPU: its streaming multiprocessors or compute units
         tile = [256, 128]               # GPU: rows and columns of its largest matmul tile
 
@@ -193,8 +194,8 @@ def load_hardware(name_or_path: str) -> Hardware:
         float32 = 66.9
 
     Without `like`, the fields from `memory_gib` to `network_gb_s` and `peak_tflops` are needed.
-    What ends in .toml, or has a slash, is a path. UserError, in one line, for an unknown name, a
-    file that cannot be read, and a field that is unknown, missing, or out of range.
+    A name that ends in .toml, or has a slash, is a path. UserError, in one line, for an unknown
+    name, a file that cannot be read, and a field that is unknown, missing, or out of range.
     """
     path = Path(name_or_path)
     if path.suffix != ".toml" and len(path.parts) < 2:

@@ -21,17 +21,17 @@ class Held(NamedTuple):
 
     total: int
     layers: int  # of all layers, with the padding of uneven stages
-    chunk: int  # of those of one chunk, of every kind
-    matrices: int  # of these, those that an optimizer takes for matrices
-    shard: int  # of these, what is left of each where it is sharded over its replicas (ZeRO)
+    chunk: int  # of the layers of one chunk, of every kind
+    matrices: int  # of `total`, those that an optimizer treats as matrices
+    shard: int  # of `total`, with each parameter sharded over its replicas (ZeRO)
     matrices_shard: int
     layers_shard: int
-    states: int  # elements of states, which are no parameters and not sharded over replicas
+    states: int  # elements of states, which are not parameters and not sharded over replicas
 
 
 def parameters_held(model: ModelConfig, layout: Layout, *, trained: bool = False) -> Held:
-    """Padding of vocabulary and of uneven stages included; states, of routers and of float8, are
-    none. trained: of these alone."""
+    """The parameters of one device, including the padding of the vocabulary and of uneven stages;
+    states, of routers and of float8, are not parameters. trained: count only the trained ones."""
     parameters, states = parameters_of(model, layout), 0
     vocab, sizes = model.padded_vocab(layout.vocab_shards), tuple(layout.sizes.items())
 
@@ -60,7 +60,7 @@ def parameters_per_device(model: ModelConfig, layout: Layout) -> int:
 
 
 def parameters_of(model: ModelConfig, layout: Layout) -> Parameters:
-    """All of a model, of a layer of each kind."""
+    """All parameters of a model; for layers, those of one layer of each kind."""
     experts = ExpertShards.of(layout, model)
     return model_parameters(model, tensor=layout.tensor, experts=experts)
 
@@ -69,7 +69,7 @@ def parameters_of(model: ModelConfig, layout: Layout) -> Parameters:
 def _count(
     these: tuple[Parameter, ...], vocab: int, sizes: tuple[tuple[str, int], ...], trained: bool
 ) -> np.ndarray:
-    """Elements of (all, matrices), whole and sharded over replicas; vocab: padded."""
+    """Elements of (all, matrices), each whole and sharded over replicas; vocab: padded."""
     held, by_axis = np.zeros((2, 2)), dict(sizes)
     for each in these:
         if each.role == "state" or (trained and not each.trained):
@@ -93,7 +93,7 @@ def _elements(parameter: Parameter, vocab: int, sizes: dict[str, int]) -> int:
 
 
 def places(model: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Layers of a chunk by kind, or places for them where stages are uneven."""
+    """Layers of a chunk by kind, or places for them if stages are uneven."""
     return {kind: count for kind, (_, count) in _stacks(model, layout).items()}
 
 

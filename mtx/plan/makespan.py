@@ -1,4 +1,4 @@
-"""Seconds of a pipeline's schedule, on stages of which each takes so long for a microbatch."""
+"""Seconds of a pipeline's schedule, given the seconds of each stage for a microbatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtx.plan.choose import check_shape, schedule_for
 from mtx.schedules.shape import Times
 from mtx.schedules.simulate import Model, simulate
 
-LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # SC'21's, and next of kin
+LOOPED = ("1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe")  # SC'21's, and their nearest relatives
 Seconds = tuple[float, float, float]  # F, B and W of one microbatch on one stage, all its chunks
 
 
@@ -22,15 +22,15 @@ def pipeline_s(
 ) -> float:  # fmt: skip
     """Seconds from the first op to the end of the last one: the one place that knows schedules.
 
-    They are the simulator's (`mtx.schedules.simulate`) for the table that is run, where a message
-    takes `hop_s` to arrive. `model` is how the software runs it: Megatron has a program a stage, so
-    its numbers are asynchronous, and what it waits for a message is part of the stages' own
-    seconds; ours is one program, in lock-step, with a message a tick. (As on GPUs: there, says the
-    simulator, that is the price.) SC'21's schedules are not simulated through where that changes
-    nothing.
+    They are the simulator's (`mtx.schedules.simulate`) for the table that is run, with messages
+    that take `hop_s` to arrive. `model` is how the software runs it: Megatron has one program per
+    stage, so its times are asynchronous, and waiting for a message is part of the stages' own
+    seconds; ours is one program, in lock-step, with one message per tick. (That is the price on
+    GPUs, according to the simulator.) SC'21's schedules are not simulated to the end if that
+    changes nothing.
 
-    bound: what none of SC'21's schedules is faster than instead: near to their time, and found at
-    once. UserError where a file's table is of another shape.
+    bound: return a lower bound for SC'21's schedules instead: close to their time, and found at
+    once. UserError if a file's table has another shape.
     """
     if len(stages) == 1:
         return microbatches * sum(stages[0])
@@ -49,7 +49,8 @@ def pipeline_s(
 
 @dataclass(frozen=True)
 class _Case:
-    """What decides the time of a schedule, but the number of microbatches; hashable."""
+    """Everything that decides the time of a schedule except the number of microbatches;
+    hashable."""
 
     schedule: str
     virtual: int
@@ -60,12 +61,12 @@ class _Case:
     model: Model
 
     def bound_s(self, microbatches: int) -> float:
-        """The longest of these. One microbatch through all stages. For each stage all of its work,
-        and before and after it a chunk of every earlier stage, on the way there and back. And a
-        pipeline of stages that are all as fast as the fastest, whose last group is short by -m mod
-        p microbatches and leaves so many places idle at the end of each chunk but the last: as it
-        does in lock-step, while a program a stage fills some of them with what is left of B.
-        """
+        """The longest of three times. First, one microbatch through all stages. Second, for each
+        stage, all of its work, and before and after it a chunk of every earlier stage, on the way
+        there and back. Third, a pipeline of stages that are all as fast as the fastest, whose last
+        group lacks -m mod p microbatches and leaves as many places idle at the end of each chunk
+        except the last. It does so in lock-step; with one program per stage, what is left of B
+        fills some of these places."""
         pipe, virtual = len(self.stages), self.virtual
         bound_s = through_s = 0.0
         for seconds in self.stages:
@@ -83,8 +84,9 @@ class _Case:
         return bound_s + sends * self.hop_s
 
     def reaches_bound(self, microbatches: int) -> bool:
-        """Whether SC'21's schedules take as long as the bound, in the asynchronous model: where no
-        stage is slower than the last one, in F or in B, that never waits once it has begun."""
+        """Whether SC'21's schedules take exactly as long as the bound, in the asynchronous model:
+        they do if no stage is slower, in F or in B, than the last one, which then never waits once
+        it has begun."""
         whole = self.virtual == 1 or microbatches % len(self.stages) == 0
         *others, last = [(forward, backward + weight) for forward, backward, weight in self.stages]
         leads = all(f <= last[0] and b <= last[1] for f, b in others)
@@ -92,8 +94,8 @@ class _Case:
 
     @property
     def pace_s(self) -> float:
-        """What a microbatch more adds in the end to SC'21's schedules: the work of the slowest
-        stage; in GPipe, where F and B lie apart, of the one that is slowest in each."""
+        """Seconds that one more microbatch eventually adds to SC'21's schedules: the work of the
+        slowest stage; in GPipe, where F and B are apart, that of the slowest stage in each."""
         if self.schedule == "gpipe":
             forward_s = max(forward for forward, _, _ in self.stages)
             backward_s = max(backward + weight for _, backward, weight in self.stages)
@@ -115,8 +117,9 @@ def _simulated_s(case: _Case, microbatches: int) -> float:
 
 
 def _looped_s(case: _Case, microbatches: int) -> float:
-    """A schedule of SC'21 by simulation. Its table repeats with every group of p microbatches: once
-    one more of these adds no less than it does in the end, all the others do as well."""
+    """Seconds of a schedule of SC'21 by simulation. Its table repeats with every group of p
+    microbatches: once one more group adds no less than a group does eventually, so do all the
+    others."""
     period = len(case.stages)
     short = period + microbatches % period
     while short + period < microbatches:
@@ -129,8 +132,8 @@ def _looped_s(case: _Case, microbatches: int) -> float:
 
 
 def lone_ticks(layout: Layout, microbatches: int) -> tuple[int, int]:
-    """Ticks with an F and no B on any stage, and the other way round. Of SC'21's schedules those of
-    few microbatches, which are as many; but GPipe's."""
+    """(ticks with an F on some stage and no B on any, ticks with a B and no F). SC'21's schedules,
+    except GPipe, are counted with few microbatches: with more the numbers are the same."""
     if layout.schedule in LOOPED and layout.schedule != "gpipe":
         microbatches = min(microbatches, 2 * layout.pipe + microbatches % layout.pipe)
     return _lone_ticks(

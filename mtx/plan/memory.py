@@ -1,12 +1,12 @@
 """Memory of one device: what the planner predicts before anything is compiled.
 
 Every device holds the same buffers, since all stages run one program; stages that need fewer still
-have them. Counted is the moment that needs the most: the backward pass of one layer, or the head,
-while gradients and stash are held. Not counted: the runtime's context, communication buffers,
-library workspaces and fragmentation, so leave a tenth of the device free.
+have them. Memory is counted at the moment that needs the most: the backward pass of one layer, or
+the head, while gradients and stash are held. Not counted: the runtime's context, communication
+buffers, library workspaces and fragmentation, so leave a tenth of the device free.
 
-What a layer keeps is read off its trace (`mtx.costs.cost`), and how many of them are kept off the
-schedule. `experiments/memory_grid.py` prints how near all this comes to what XLA assigns.
+What a layer keeps is read off its trace (`mtx.costs.cost`), and how many layers' residuals are kept
+off the schedule. `experiments/memory_grid.py` prints how close all this comes to what XLA assigns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtx.plan.choose import context_attention, schedule_for, with_zero, zero_uni
 from mtx.plan.held import Held, elements_held, parameters_held, parameters_of, places
 from mtx.plan.slots import slots_of
 
-Zero = Literal[0, 1, 3]  # of which a layout may have 1 or 3
+Zero = Literal[0, 1, 3]  # a layout may have 1 or 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Memory:
 
     parameters_bytes: int  # in the compute type, gathered at the start of the step
     gradients_bytes: int  # float32, accumulated over the microbatches
-    optimizer_bytes: int  # float32 masters and the optimizer's state, of AdamW two moments
+    optimizer_bytes: int  # float32 masters and the optimizer's state, for AdamW two moments
     stash_bytes: int  # what waits between F, B and W: ring slots x (residuals or chunk inputs)
     transfer_bytes: int  # x and dx between stages, and what waits for its tick
     activations_bytes: int  # of the layer, or chunk, whose backward pass is running
@@ -56,11 +56,11 @@ def predict_memory(
     zero: Zero | None = None,
     optimizer: OptimizerConfig | None = None,
 ) -> Memory:
-    """The memory of one training step. UserError where the batch or the layers do not divide.
+    """The memory of one training step. UserError if the batch or the layers do not divide.
 
-    zero: what is sharded over `data` (Rajbhandari et al. 2020); None: what the layout says. 1:
+    zero: what is sharded over `data` (Rajbhandari et al. 2020), by default the layout's. 1:
     masters and moments; 3: gradients and parameters as well, gathered a chunk or a layer at a time;
-    0, which this program does not run: nothing. optimizer: None, AdamW.
+    0, which this program does not run: nothing. optimizer: by default AdamW.
     """
     zero, microbatches = layout.zero if zero is None else zero, layout.microbatches(global_batch)
     slots = slots_of(layout, microbatches)
@@ -80,7 +80,7 @@ def predict_memory(
     if not by_layer:
         parameters, gradients = parameters + gathered[0], gradients + gathered[1]
     if with_zero(layout, zero).by_windows(model):
-        # A chunk's gradients once more, end to end, when its parameters are not needed any longer.
+        # A chunk's gradients again, end to end, when its parameters are no longer needed.
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
     if layout.pipe == layout.virtual == microbatches * layout.slices == 1:
         if layout.stash == "residuals" and not waiting:
@@ -89,7 +89,7 @@ def predict_memory(
         if zero == 3:
             shared, of_head, sums = _unused_by_layers(model, layout)
             parameters, head = parameters - shared, head + of_head
-            gradients -= min(sums, stash + working)  # made when there is no stash any longer
+            gradients -= min(sums, stash + working)  # made once the stash is gone
     return Memory(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
@@ -104,8 +104,8 @@ def predict_memory(
 def weights_bytes(
     model: ModelConfig, layout: Layout, zero: Zero, *, optimizer: OptimizerConfig | None = None
 ) -> int:
-    """What parameters, gradients, masters and moments take at least: no layer is traced for it.
-    optimizer: None, AdamW."""
+    """The least that parameters, gradients, masters and moments take; no layer is traced for it.
+    optimizer: by default AdamW."""
     held, trained = (parameters_held(model, layout, trained=which) for which in (False, True))
     parameters, gradients, _ = _weights_bytes(model, layout, held, trained, zero)
     if zero == 3 and layout.pipe == layout.virtual == 1:  # with one microbatch
@@ -117,7 +117,8 @@ def weights_bytes(
 def predict_host_bytes(
     model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend = "cuda"
 ) -> int:
-    """Residuals that wait in the host's memory, of one device; twice where conditionals copy."""
+    """Bytes of one device's residuals that wait in the host's memory; twice as many if conditionals
+    copy."""
     microbatches = layout.microbatches(global_batch)
     slots = slots_of(layout, microbatches).stash * (1 + _copies(layout, microbatches))
     device = _Device(model, layout, backend)
@@ -132,21 +133,21 @@ def offloaded_layers(
 
 
 def stash_slot_bytes(model: ModelConfig, layout: Layout, *, backend: Backend = "cuda") -> int:
-    """What a chunk keeps of one microbatch from F to B, wherever it waits."""
+    """Bytes that a chunk keeps of one microbatch from F to B, wherever they wait."""
     return _Device(model, layout, backend).stash_slot_bytes()
 
 
 def conditionals_copy() -> bool:
-    """Whether the compiler of the installed JAX keeps what a conditional changes twice.
+    """Whether the compiler of the installed JAX keeps a second copy of what a conditional changes.
 
-    With idle="skip" F, B and W stand in conditionals and change rings and gradients. XLA:GPU of jax
-    0.10 copies those for the time of the op, that of jax 0.12 changes them in place.
+    With idle="skip", F, B and W are inside conditionals that change rings and gradients. XLA:GPU of
+    jax 0.10 copies these for the duration of the op; that of jax 0.12 changes them in place.
     """
     return importlib.metadata.version("jax").startswith("0.10.")
 
 
 def _copies(layout: Layout, microbatches: int) -> bool:
-    """Whether there are such conditionals, which none is around an op that is never idle."""
+    """Whether there are such conditionals; an op that is never idle is inside none."""
     if layout.idle != "skip" or not conditionals_copy():
         return False
     alone = layout.pipe == layout.virtual == 1
@@ -159,13 +160,14 @@ def _copies(layout: Layout, microbatches: int) -> bool:
 def _weights_bytes(
     model: ModelConfig, layout: Layout, held: Held, trained: Held, zero: Zero
 ) -> tuple[int, int, tuple[int, int]]:
-    """(parameters in the compute type, gradients in float32, both of what zero=3 gathers beside
-    them where that is a chunk). Frozen parameters have no other master than these."""
+    """(parameters in the compute type, gradients in float32, the same two for the chunks that
+    zero=3 gathers in addition if it gathers by chunk). Frozen parameters have no other master than
+    these."""
     item = ITEM_BYTES[model.compute_dtype]
     if zero == 3:
         of_shared, of_trained = (n.total - n.layers for n in (held, trained))
         shard = trained.layers_shard
-        # The chunk whose F runs and the one whose B does are gathered; one chunk's gradients are
+        # The chunk whose F runs and the one whose B runs are gathered; one chunk's gradients are
         # not yet scattered. Masters in the compute type are the shards themselves.
         parameters = item * of_shared + (0 if item == 4 else item * shard)
         parameters += item * (held.shard - trained.shard)
@@ -178,8 +180,9 @@ def _weights_bytes(
 
 
 def _unused_by_layers(model: ModelConfig, layout: Layout) -> tuple[int, int, int]:
-    """Where layers run once each way: bytes of embedding's and head's parameters, which zero=3 does
-    not hold meanwhile, of the head's alone, and of the embedding's gradients, made later."""
+    """If layers run once each way: (bytes of the embedding's and the head's parameters, which
+    zero=3 does not hold meanwhile; of the head's alone; of the embedding's gradients, which are
+    made later)."""
     item, shared = ITEM_BYTES[model.compute_dtype], parameters_of(model, layout).shared
     sizes = [(each, elements_held(each, model, layout)) for each in shared]
     every = sum(n for _, n in sizes)
@@ -191,7 +194,7 @@ def _unused_by_layers(model: ModelConfig, layout: Layout) -> tuple[int, int, int
 
 
 def _optimizer_bytes(held: Held, optimizer: OptimizerConfig | None, *, sharded: bool) -> int:
-    """Masters and the optimizer's arrays beside them. sharded: over the replicas."""
+    """Bytes of masters and of the optimizer's other arrays. sharded: over the replicas."""
     optimizer = optimizer or OptimizerConfig()
     states, of_rest = (
         optimizer_module(name).STATES for name in (optimizer.name, optimizer.rest or optimizer.name)
@@ -210,11 +213,12 @@ def layer_residual_bytes(
     model: ModelConfig, layout: Layout, *, recompute: Recompute, backend: Backend = "cuda",
     kind: str | None = None,
 ) -> int:  # fmt: skip
-    """What one layer of a kind, or the first, keeps of one microbatch, or slice of one, for its B.
+    """Bytes that a layer of that kind, or the first one, keeps of one microbatch, or slice of one,
+    for B.
 
-    Where nothing is recomputed, about what Korthikanti et al. 2022 (arXiv 2205.05198, section 4)
-    count, s b h (10 + 24/t) bytes in 16 bits with dropout, all of it over t with sequence
-    parallelism; with "selective" what matmuls give; with "full" the layer's input.
+    If nothing is recomputed, about what Korthikanti et al. 2022 (arXiv 2205.05198, section 4)
+    count: s b h (10 + 24/t) bytes in 16 bits with dropout, all of it over t with sequence
+    parallelism. With "selective" the matmuls' outputs; with "full" the layer's input.
     """
     device = _Device(model, layout, backend)
     return total(device.cost(kind or pattern_of(model)[0], recompute).kept, layout.microbatch)
@@ -247,7 +251,7 @@ class _Device:
         )  # fmt: skip
 
     def _of_chunk(self, field: str, recompute: Recompute | None = None) -> int:
-        """Bytes of a cost's field, of all layers of a chunk."""
+        """Bytes in one field of a cost, over all layers of a chunk."""
         rows = self.layout.microbatch
         return sum(
             places * total(getattr(self.cost(kind, recompute), field), rows)
@@ -255,13 +259,14 @@ class _Device:
         )
 
     def stash_slot_bytes(self) -> int:
-        """From F to B: residuals of each layer, or the chunk's input."""
+        """Bytes kept from F to B: the residuals of each layer, or the chunk's input."""
         return self.stream_bytes() if self.layout.stash == "inputs" else self._of_chunk("kept")
 
     def never_together_bytes(self, gradients: int) -> int:
-        """Where layers run once each way: of their gradients, what is not made before the stash of
-        layers of other kinds is no longer needed, as T5's encoder's behind its decoder's B. Of one
-        kind all are in one array, which is there from its last layer's B to its first one's."""
+        """If layers run once each way: bytes of stash and gradients that are never held at the same
+        time. A kind's gradients may be made when the stash of other kinds is no longer needed, as
+        T5's encoder's are after its decoder's B. The layers of a kind share one array: one of
+        gradients from their last layer's B on, one of the stash until their first layer's B."""
         model, layout, pattern = self.model, self.layout, pattern_of(self.model)
         sizes = {
             kind: places * sum(
@@ -288,7 +293,7 @@ class _Device:
         return sum(kept.values()) + sum(made.values()) - most
 
     def offloaded_slot_bytes(self, fraction: float) -> int:
-        """Of the residuals of a chunk's layers, what goes to the host's memory."""
+        """Bytes of the residuals of a chunk's layers that go to the host's memory."""
         return sum(places * each for places, each in self.offloaded_layers(fraction).values())
 
     def offloaded_layers(self, fraction: float) -> dict[str, tuple[int, int]]:
@@ -300,10 +305,10 @@ class _Device:
         }
 
     def underway_bytes(self, fraction: float) -> int:
-        """Of one layer of each kind: what F has not yet copied to the host, what has come back for
-        the next B, and what a layer leaves or fetches beside them; the array that is put together
-        again; and a whole sequence, which is gathered earlier where XLA's scheduler hides copies.
-        """
+        """Bytes on the device for copies under way. For one layer of each kind: what F has not yet
+        copied to the host, what has come back for the next B, and what a layer leaves or fetches
+        meanwhile; the array that is put together again; and a whole sequence, which is gathered
+        earlier if XLA's scheduler hides copies."""
         if not fraction:
             return 0
         layout, kind = self.layout, next(iter(self.places))
@@ -315,29 +320,30 @@ class _Device:
         return whole + joined + 3 * layers
 
     def cache_bytes(self) -> int:
-        """Keys and values of one microbatch, its slices together, or their gradients."""
+        """Bytes of the keys and values of one microbatch, all slices together, or of their
+        gradients."""
         return self._of_chunk("cache")
 
     def deferred_bytes(self) -> int:
-        """From B to W."""
+        """Bytes kept from B to W."""
         return self._of_chunk("deferred")
 
     def stream_bytes(self) -> int:
-        """What goes from one layer to the next, and from stage to stage."""
+        """Bytes passed from one layer to the next, and from stage to stage."""
         kind = next(iter(self.places))
         return total(self.cost(kind).stream, self.layout.microbatch)
 
     def working_bytes(self, *, by_layer: bool = False) -> int:
-        """The backward pass of the layer that needs the most, at the moment that does.
+        """Bytes that the backward pass of the layer that needs the most takes at its peak.
 
-        Weights' moment: the gradient of its largest matrix, in the compute type and in float32 (in
-        float32 of all its matrices where the chunk is that one layer: without a loop XLA adds them
-        up last), or by_layer all that zero=3 gathers of it and scatters; what is computed again
-        (with stash="inputs", of the whole chunk); four arrays of whole sequences, which are
-        gathered or about to be scattered; and scores with their gradients, two in float32 and one
-        in the compute type, where no kernel keeps them to itself. A woven tick has as many whole
-        sequences of F's layer, and what waits for the weight gradients of B's last. The others are
-        in `mtx.plan.moments`.
+        One such moment is that of the weights: the gradient of the largest matrix, in the compute
+        type and in float32 (in float32 those of all matrices if the chunk is that one layer:
+        without a loop XLA adds them up last), or, by_layer, all that zero=3 gathers and scatters of
+        the layer; what is recomputed (with stash="inputs", of the whole chunk); four arrays of
+        whole sequences, which are gathered or about to be scattered; and scores with their
+        gradients, two in float32 and one in the compute type, unless a kernel keeps them to itself.
+        A woven tick has as many whole sequences of F's layer, and what waits for the weight
+        gradients of B's last layer. The other moments are in `mtx.plan.moments`.
         """
         layout, item, largest = self.layout, ITEM_BYTES[self.model.compute_dtype], 0
         rows, shards = layout.microbatch, layout.tensor if layout.sequence_parallel else 1
@@ -358,7 +364,7 @@ class _Device:
         return largest + (self._of_chunk("kept") if layout.stash == "inputs" else 0)
 
     def _weights_bytes(self, kind: str, by_layer: bool) -> int:
-        """Of a layer's matrices and their gradients, that are not held all the time."""
+        """Bytes of a layer's matrices and their gradients that are not held all the time."""
         model, layout, item = self.model, self.layout, ITEM_BYTES[self.model.compute_dtype]
         own = [
             (each, elements_held(each, model, layout))
@@ -366,15 +372,15 @@ class _Device:
         ]
         matrices = [n for each, n in own if each.is_matrix and each.trained] or [0]
         if by_layer:
-            sets = 2 if layout.weave == "on" else 1  # F's layer beside B's
+            sets = 2 if layout.weave == "on" else 1  # F's layer and B's
             gathered = sum((sets * item + 4 * each.trained) * n for each, n in own)
             return gathered + item * max(matrices)
         alone = sum(self.places.values()) == 1
         return item * max(matrices) + 4 * (sum if alone else max)(matrices)
 
     def head_bytes(self) -> int:
-        """Logits in float32, their gradient in the compute type, this device's part of both, of as
-        many positions as the head takes at once."""
+        """Bytes of logits in float32 and of their gradient in the compute type, this device's part
+        of both, for as many positions as the head takes at once."""
         model, layout = self.model, self.layout
         head = shared_cost(
             model, HEAD, tensor=layout.tensor, sequence_parallel=layout.sequence_parallel,

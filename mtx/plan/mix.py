@@ -1,12 +1,12 @@
-"""What of a layer's activations is kept on the device, on the host, or computed again.
+"""Which of a layer's activations are kept on the device, on the host, or recomputed.
 
-MEMO (Zhao et al. 2024, section 4) solves a linear programme for it: of each layer's activations a
-part alpha goes to the host, a part beta is computed again, the rest is kept, in the least time that
-the memory of both allows. Here beta is one of the few that `recompute` knows, since a layer's
-program computes all of its tokens alike, and all stages run one program with arrays of one size, so
-that no stage can have an alpha of its own. For each beta the programme has one variable left, of
-which time only grows and the device's memory only shrinks: its solution is the least alpha that
-fits. The fastest of these few is taken.
+MEMO (Zhao et al. 2024, section 4) solves a linear programme for this: a part alpha of each layer's
+activations goes to the host, a part beta is recomputed, and the rest is kept, in the least time
+that the memory of both allows. Here beta is one of the few values that `recompute` knows, since a
+layer's program computes all of its tokens alike; and all stages run one program with arrays of one
+size, so no stage can have an alpha of its own. For each beta the programme has one variable left,
+with which time only grows and the device's memory only shrinks: its solution is the least alpha
+that fits. The fastest of these few solutions is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtx.plan.memory import Zero, layer_residual_bytes, predict_host_bytes, pred
 from mtx.plan.offload import HOST_AT_MOST
 from mtx.plan.time import predict_step
 
-_STEPS = 64  # of the fraction
+_STEPS = 64  # in which the fraction is tried
 _GIB = 2**30
 
 
@@ -49,13 +49,13 @@ class Mix:
 
 
 def _fits_and_fast(mix: Mix) -> tuple[bool, float]:
-    """What fits comes first, then what is fast."""
+    """Sort key: mixes that fit come first, and then the fastest."""
     return not mix.fits, mix.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The memory that a run has, of a device and of its host, and what is chosen by it."""
+    """The memory that a run has on a device and on its host, and the choices made to fit it."""
 
     model: ModelConfig
     global_batch: int
@@ -64,8 +64,8 @@ class Room:
     optimizer: OptimizerConfig
 
     def resolve(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
-        """(the layout with context_attention="auto" chosen, the fastest way that fits, and
-        offload="auto", with it whether more is computed again; why, of offload)"""
+        """(the layout with context_attention="auto" resolved to the fastest way that fits, and
+        offload="auto" together with how much is recomputed; the reasons for offload)"""
         if layout.offload != "auto":
             ways = self._over_context(layout)
             fit = filter(self._fits, ways if len(ways) > 1 else ())
@@ -75,8 +75,8 @@ class Room:
         return best.layout, (why, *(f"not so: {other.text()}" for other in others))
 
     def mixes(self, layout: Layout) -> list[Mix]:
-        """The programme's solution for the layout's way to recompute, and for each that comes
-        behind it; the fastest of those that fit first."""
+        """The programme's solution for the layout's way to recompute and for each way after it in
+        RECOMPUTE: first those that fit, then by time."""
         ways = RECOMPUTE[RECOMPUTE.index(layout.recompute) :]
         asked = (replace(layout, recompute=way) for way in ways)
         found = [
@@ -85,14 +85,16 @@ class Room:
         return sorted(found, key=_fits_and_fast)
 
     def _over_context(self, layout: Layout) -> list[Layout]:
-        """With each way of attention that context_attention leaves open, the fastest first."""
+        """The layout with each way of attention that context_attention leaves open, the fastest
+        first."""
         if layout.context == 1 or layout.context_attention != "auto":
             return [layout]
         ways = context_ways(layout, self.model, self.hardware)
         return [replace(layout, context_attention=way) for way in ways]
 
     def _solved(self, layout: Layout) -> Mix:
-        """With the least fraction with which the device's memory does; 1 where none does."""
+        """The mix with the least fraction for which the device's memory suffices; with 1 if none
+        does."""
         tried = (replace(layout, offload=step / _STEPS) for step in range(_STEPS))
         layout = next(filter(self._fits, tried), replace(layout, offload=1.0))
         host = predict_host_bytes(
@@ -115,7 +117,8 @@ class Room:
         ).total_bytes  # fmt: skip
 
     def _parts(self, layout: Layout) -> str:
-        """Of what one layer would keep of a microbatch with recompute="none"."""
+        """Where the activations go that one layer would keep of a microbatch with
+        recompute="none"."""
         whole, kept = (
             layer_residual_bytes(self.model, layout, recompute=way, backend=self.hardware.backend)
             for way in ("none", layout.recompute)

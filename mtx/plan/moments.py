@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from mtx.costs.cost import Cost, Matmul, total
 
-_SUM_BYTES = 4  # of an element of the gradients of keys and values
+_SUM_BYTES = 4  # per element of the gradients of keys and values
 
 
 def of_mlp(cost: Cost, rows: int, again_bytes: int, item: int) -> int:
-    """While the gradients of the widest activations are made: these, and what has to be computed
-    again for them; the layer's input, its gradient, and what attention has given.
+    """Bytes held while the gradients of the widest activations are made: these gradients, and what
+    must be recomputed for them; the layer's input, its gradient, and attention's output.
 
-    A gated MLP is up to 2F wide, and takes the product of both halves for a moment.
+    A gated MLP is up to 2F wide, and for a moment takes the product of both halves.
     """
     up, down = _widest(cost, rows, item)
     gradients = up + down * (2 if up > down else 1)
@@ -23,15 +23,15 @@ def of_mlp(cost: Cost, rows: int, again_bytes: int, item: int) -> int:
 
 
 def of_attention(cost: Cost, rows: int, context: int, item: int) -> int:
-    """While attention over `context` goes backward, with a ring or with all keys gathered; 0
-    without either.
+    """Bytes held in the backward pass of attention over `context`, with a ring or with all keys
+    gathered; 0 without either.
 
-    Queries, output and its gradient in chunks, and once more those that a step is given, with a
-    gradient of queries; the sum of these in float32. Of keys and values those that a step is given
+    Queries, output and its gradient in chunks, once more those that a step is given, with a
+    gradient of queries, and the sum of these in float32. The keys and values that a step is given
     or makes, and the gradients of this device's own pairs. A ring has two sets of keys and values
-    under way and two of their sums, and its last step's queries are made before it begins.
-    Gathered are those of all devices, then all gradients in float32; and XLA leaves the MLP's
-    weight gradients, with what they need, for later.
+    under way and two of their sums, and makes its last step's queries before it begins. Without a
+    ring, the keys and values of all devices are gathered, then all gradients in float32; and XLA
+    leaves the MLP's weight gradients, with what they need, for later.
     """
     sent = [
         each for each in cost.collectives
@@ -60,6 +60,6 @@ def _widest(cost: Cost, rows: int, item: int) -> tuple[int, int]:
 
 
 def _bytes(matmul: Matmul, rows: int, item: int, dim: str) -> int:
-    """Of its output ("n") or of its left operand ("k")."""
+    """Bytes of a product's output ("n") or of its left operand ("k")."""
     batch, m, n, k = matmul.shape(rows)
     return batch * m * (n if dim == "n" else k) * item

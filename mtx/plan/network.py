@@ -1,8 +1,8 @@
 """Seconds of a collective: latency and bandwidth on the links that its groups really cross.
 
-Devices are numbered row-major over the mesh (`mtx.sharding.axes`), and so fill nodes: tensor
-shards are neighbours, parts of a sequence come next, stages are far apart. A ring through a node
-enters and leaves it once, on the network cards of all the group's members there together.
+Devices are numbered row-major over the mesh (`mtx.sharding.axes`), and so fill nodes: tensor shards
+are neighbours, parts of a sequence come next, stages are far apart. A ring through a node enters
+and leaves it once, over the network cards of all the group's members there together.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Group:
 
 
 def data_group(layout: Layout, axes: Sequence[str] = ()) -> Group:
-    """Over which gradients of parameters are summed that these axes shard: replicas, and the parts
-    of their sequences."""
+    """The devices over which gradients of parameters sharded over `axes` are summed: replicas, and
+    the parts of their sequences."""
     over = replica_axes(axes)
-    # Of what is farther apart than need be, as replicas of experts are, the nearest counts.
+    # If they are farther apart than they need be, as replicas of experts are, the nearest count.
     inner = [axis for axis in layout.sizes if axis not in over and axis in (*axes, "tensor")]
     stride = math.prod(layout.sizes[axis] for axis in inner if axis != "pipe")
     return Group(size=math.prod(layout.sizes[axis] for axis in over), stride=max(1, stride))
@@ -48,10 +48,10 @@ def pipe_group(layout: Layout) -> Group:
 
 
 def ring_bytes_s(group: Group, *, hardware: Hardware, calibration: Calibration) -> float:
-    """Bytes that pass through each member of a ring in a second.
+    """Bytes per second that pass through each member of a ring.
 
-    A group that has its nodes to itself has all of their cards; else there is a ring for each of
-    several groups in a node, and how these share its cards the software says.
+    A group that has its nodes to itself has all of their cards. Otherwise each of several groups in
+    a node has a ring, and the software decides how these share its cards.
     """
     link = hardware.link_gb_s * 1e9 * calibration.link_share
     if not group.crosses(hardware):
@@ -66,8 +66,8 @@ def ring_bytes_s(group: Group, *, hardware: Hardware, calibration: Calibration) 
 def gather_s(
     payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
 ) -> float:
-    """An all-gather that leaves `payload_bytes` on every device, or a reduce-scatter of as many:
-    (n - 1)/n of them pass through each."""
+    """Seconds of an all-gather that leaves `payload_bytes` on every device, or of a reduce-scatter
+    of as many: (n - 1)/n of them pass through each device."""
     if group.size == 1:
         return 0.0
     moved = payload_bytes * (group.size - 1) / group.size
@@ -82,7 +82,7 @@ def gather_s(
 def one_card_gather_s(
     payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
 ) -> float:
-    """As `gather_s`, by a ring that uses one card of each node, whatever else is there."""
+    """As `gather_s`, by a ring that uses one card of each node, even if there are others."""
     if not group.crosses(hardware):
         return gather_s(payload_bytes, group, hardware=hardware, calibration=calibration)
     moved = payload_bytes * (group.size - 1) / group.size
@@ -92,15 +92,16 @@ def one_card_gather_s(
 def all_reduce_s(
     payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
 ) -> float:
-    """A reduce-scatter and an all-gather."""
+    """Seconds of a reduce-scatter and an all-gather."""
     return 2 * gather_s(payload_bytes, group, hardware=hardware, calibration=calibration)
 
 
 def all_to_all_s(
     payload_bytes: float, group: Group, *, hardware: Hardware, calibration: Calibration
 ) -> float:
-    """Each of n devices gives every other one an n-th of its `payload_bytes`: those of its node
-    over their links, and at the same time all others over its own card."""
+    """Seconds of an all-to-all: each of n devices sends every other one an n-th of its
+    `payload_bytes`, to those in its node over their links, and at the same time to all others over
+    its own card."""
     if group.size == 1:
         return 0.0
     inside, each = group.members_in_node(hardware), payload_bytes / group.size
@@ -114,8 +115,9 @@ def all_to_all_s(
 def send_s(
     payload_bytes: float, layout: Layout, *, hardware: Hardware, calibration: Calibration
 ) -> float:
-    """From every device of a stage to its peer of the next, all at once. The slowest pair counts:
-    once the pipeline leaves a node, that is a pair in two nodes, each with its own card."""
+    """Seconds to send from every device of a stage to its peer on the next, all at once. The
+    slowest pair counts: once the pipeline leaves a node, that is a pair in two nodes, each with its
+    own card."""
     if layout.pipe == 1:
         return 0.0
     crosses = pipe_group(layout).crosses(hardware)
@@ -125,7 +127,7 @@ def send_s(
 def message_s(
     payload_bytes: float, *, crosses: bool, hardware: Hardware, calibration: Calibration
 ) -> float:
-    """From one device to another, of its node or across the network."""
+    """Seconds to send from one device to another, in its node or across the network."""
     if crosses:
         rate = hardware.network_gb_s * 1e9 * calibration.send_share
         return payload_bytes / rate + calibration.network_latency_s

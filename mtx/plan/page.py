@@ -25,14 +25,14 @@ def plan_lines(
 ) -> list[str]:
     """The page of a plan as plain lines of at most `width` characters.
 
-    tokens: of a training run whose days are asked for. price: of a GPU and hour, any currency.
+    tokens: of a training run whose days are asked for. price: per GPU hour, in any currency.
     """
     rows = plan_rows(plan, tokens=tokens, price=price)
     return render(rows_table(rows, heading=title(plan)), width=width)
 
 
 def rows_table(rows: Iterable[Row], *, heading: str) -> Table:
-    """Rows as a table, a section each for those that follow each other."""
+    """Rows as a table; consecutive rows of the same section share one heading."""
     table = Table(title=heading, show_header=False, box=box.SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("", overflow="fold")
@@ -54,7 +54,7 @@ def ranking_lines(found: Found, hardware: Hardware, *, heading: str, width: int 
     cut = any(one.layout.context > 1 for one in found.ranked)
     rare = [axis for axis in RARE if any(one.layout.sizes[axis] > 1 for one in found.ranked)]
     axes = ("data", "pipe", *rare, "tensor")
-    names = (axis[0] for axis in axes) if rare else axes  # a column more leaves no room for words
+    names = (axis[0] for axis in axes) if rare else axes  # another column leaves no room for names
     sizes, ways = ("", *names, "b", "v"), ("schedule", "recompute", *(["over c"] if cut else []))
     for name in (*sizes, *ways, "zero", "s a step", "GiB"):
         table.add_column(name, justify="left" if name in ways else "right", no_wrap=True)

@@ -46,7 +46,7 @@ class Plan(PricedRun):
     def to_dict(
         self, *, tokens: float | None = None, price_per_gpu_hour: float | None = None
     ) -> dict[str, Any]:
-        """Every number, its unit in its name, ready for JSON."""
+        """Every number, with its unit in its name, ready for JSON."""
         numbers = {
             "target": self.target,
             "gpus": self.gpus,
@@ -83,9 +83,10 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan of `run` on `target`: hardware, its name in `mtx.plan.hardware`, or a TOML file.
 
-    zero: None, the layout's own; another takes its place, and 0 is only priced. expert_imbalance:
-    tokens of the fullest expert over the mean, as the log has it. chosen: what nobody
-    asked for, to be said; of schedule="auto" the plan says itself what was chosen and why.
+    zero: by default the layout's; another value replaces it, and 0 is only priced.
+    expert_imbalance: tokens of the fullest expert over the mean, as in the log. chosen: choices
+    that nobody asked for, to be reported; for schedule="auto" the plan itself reports what was
+    chosen and why.
     """
     require_kind("run", run, RunConfig, "a RunConfig, such as mtx.preset('miniature')")
     zero = run.layout.zero if zero is None else zero
@@ -93,7 +94,7 @@ def make_plan(
         raise UserError(f"zero={zero} must be 0 (nothing), 1 (optimizer) or 3 (parameters too)")
     device = target if isinstance(target, Hardware) else load_hardware(target)
     name = target if isinstance(target, str) else target.name
-    device.check(run.model)  # where there is no such unit, say so first
+    device.check(run.model)  # if there is no such unit, say so first
     check_imbalance(run.model, expert_imbalance)
     asked = with_zero(run.layout, zero)
     layout, why = resolve(asked, run.model, run.global_batch)
@@ -203,9 +204,9 @@ def is_plan_file(name: str) -> bool:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Writes a plan file, TOML or JSON by its suffix. UserError where it cannot be written.
+    """Write a plan file, TOML or JSON by its suffix. UserError if it cannot be written.
 
-    Of the data nothing is written where the run names none (`mtx.presets.brings_data`): they are
+    Nothing is written about the data if the run names none (`mtx.presets.brings_data`): they are
     not the plan's to choose, and `mtx train` asks for them.
     """
     _check_plan_suffix(path)
@@ -237,7 +238,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a file of `save_plan`, priced anew. UserError where it cannot be read."""
+    """The plan in a file of `save_plan`, priced anew. UserError if it cannot be read."""
     run, options = _read(path)
     try:
         return make_plan(
@@ -250,8 +251,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def load_run(path: str | Path) -> RunConfig:
-    """The run in a plan file, ready to train. UserError where it cannot be read, or where it is one
-    that is only priced."""
+    """The run in a plan file, ready to train. UserError if it cannot be read, or is only priced."""
     run, options = _read(path)
     if options.get("zero", run.layout.zero) != run.layout.zero:
         raise UserError(
@@ -283,8 +283,8 @@ def _check_plan_suffix(path: str | Path) -> None:
 
 
 def to_toml(values: Mapping, prefix: str = "") -> str:
-    """Nested mappings as TOML: numbers, texts, truth values and lists of them. What is None is left
-    out, as TOML has nothing for it."""
+    """Nested mappings as TOML: numbers, strings, truth values and lists of them. None is left out,
+    as TOML has nothing for it."""
     lines = [
         f"{_toml_key(key)} = {_toml_value(value)}"
         for key, value in values.items()

@@ -18,11 +18,11 @@ from mtx.plan.time import StepTime, later_rounds, predict_step
 
 GIB = 2**30
 DAY_S = 86400
-MEMORY_BY_DEFAULT = 0.75  # of a GPU: what JAX takes unless told otherwise
+MEMORY_BY_DEFAULT = 0.75  # of a GPU's memory: what JAX takes unless told otherwise
 
 
 def memory_share() -> float:
-    """Of a GPU's memory, what JAX takes here, by its environment; at most what it can be told."""
+    """The part of a GPU's memory that JAX takes, by the environment; at most MEMORY_AT_MOST."""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     told = next(filter(None, map(os.environ.get, names)), None)
     return min(float(told or MEMORY_BY_DEFAULT), MEMORY_AT_MOST)
@@ -40,25 +40,25 @@ class PricedRun:
     expert_imbalance: float = 1.0  # tokens of the fullest expert, over the mean
     time: StepTime
     memory: Memory
-    chosen: tuple[str, ...] = ()  # what nobody asked for, and why it is so
+    chosen: tuple[str, ...] = ()  # choices that nobody asked for, and their reasons
     compiled: Compiled | None = None
 
     @property
     def later_rounds(self) -> int:
-        """Of tokens for which their experts have no room in the first."""
+        """Rounds after the first, for tokens whose experts have no room in the first."""
         return later_rounds(
             self.run.model, self.run.layout, self.hardware, expert_imbalance=self.expert_imbalance
         )
 
     @property
     def compiled_tick(self) -> Tick | None:
-        """Of the compiled step; None where none was compiled for a GPU."""
+        """The steady tick of the compiled step; None if none was compiled for a GPU."""
         times = self.compiled and self.compiled.timeline
         return times.tick if times else None
 
     @property
     def calibration(self) -> Calibration:
-        """Whose software the predicted time is of, and the machine's constants."""
+        """The machine's constants and the software for which time is predicted."""
         return calibration_for(self.run.layout, self.run.model, self.hardware)
 
     def time_of(self, software: str) -> StepTime:
@@ -71,8 +71,8 @@ class PricedRun:
 
     @property
     def better_recompute(self) -> tuple[Recompute, StepTime, Memory] | None:
-        """The fastest other way to recompute that fits: a faster one than the layout's, or any
-        where that does not fit. None where there is none, or nothing to recompute."""
+        """The fastest other way to recompute that fits: one faster than the layout's, or any if the
+        layout's does not fit. None if there is no such way, or nothing to recompute."""
         layout, fits, found = self.run.layout, self._fits(self.memory), []
         if layout.stash == "inputs" or (layout.recompute == "none" and fits):
             return None
@@ -100,8 +100,8 @@ class PricedRun:
         return found
 
     def chose(self, *names: str) -> bool:
-        """Whether one of these fields is among what nobody asked for: "heads=8, vocab=512: ..." or
-        "weave on: ..." is."""
+        """Whether one of these fields is among the choices that nobody asked for, which are texts
+        such as "heads=8, vocab=512: ..." or "weave on: ..."."""
         said = ", ".join(choice.partition(":")[0] for choice in self.chosen)
         return not {re.split("[= ]", each)[0] for each in said.split(", ")}.isdisjoint(names)
 
@@ -163,11 +163,11 @@ class PricedRun:
 
     @property
     def memory_fraction(self) -> float | None:
-        """What XLA_PYTHON_CLIENT_MEM_FRACTION is to be; None where JAX's default will do."""
+        """What XLA_PYTHON_CLIENT_MEM_FRACTION must be; None if JAX's default will do."""
         return MEMORY_AT_MOST if self.memory_share > MEMORY_BY_DEFAULT else None
 
     def days(self, tokens: float) -> float:
-        """To train on so many tokens at the predicted speed, without a break."""
+        """Days to train on that many tokens at the predicted speed, without a break."""
         return tokens / self.tokens_per_s / DAY_S
 
     def gpu_hours(self, tokens: float) -> float:

@@ -3,8 +3,8 @@
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", SC'21 (arXiv 2104.04473v5). A100-SXM4-80GB, fp16, full recomputation, end to end.
 Models and layouts of table 1 are those of `mtx.presets`. TeraFLOP/s are in the unit of
-`mtx.plan.flops.sc21_flops`. All single runs, those of the figures too, beside what is predicted for
-them: `experiments/published_runs.py`.
+`mtx.plan.flops.sc21_flops`. `experiments/published_runs.py` has all single runs, those of the
+figures too, next to their predictions.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def published_training_time(run: RunConfig) -> TrainingTime | None:
 
 
 def _what_decides_speed(run: RunConfig) -> tuple:
-    """What a row of table 1 says about a run; the rest, as recomputation, is the paper's own."""
+    """What a row of table 1 says about a run; the rest, such as recomputation, is the paper's
+    own."""
     model, layout = run.model, run.layout
     return (
         (model.family, model.layers, model.hidden, model.heads),

@@ -24,15 +24,16 @@ from mtx.plan.network import (
 )
 from mtx.plan.shard import Shard
 
-Held = Mapping[Group, float]  # parameters of a device, by the group that has the same ones
+Held = Mapping[Group, float]  # parameters of a device, by the group that holds the same ones
 
 
 def matrices_held(
     model: ModelConfig, layout: Layout, counts: Sequence[Mapping[str, int]],
     calibration: Calibration, *, frozen: bool,
 ) -> Held:  # fmt: skip
-    """Of the device that has most: matrices of so many layers, and its part of a token table.
-    frozen: with what is not trained, which zero=3 gathers as well."""
+    """Matrices held by the fullest device: its layers' and its shard of a token table. counts:
+    layers of each kind, by stage. frozen: include what is not trained, which zero=3 gathers as
+    well."""
     each = _of_layers(model, layout, frozen)
     stages: list[Any] = []  # Counters of floats
     for stage in counts:
@@ -50,7 +51,7 @@ def matrices_held(
 
 @lru_cache(maxsize=4096)
 def _of_layers(model: ModelConfig, layout: Layout, frozen: bool) -> dict[str, Counter]:
-    """Of one layer of each kind."""
+    """The same for one layer of each kind."""
     experts = ExpertShards.of(layout, model)
     found: dict[str, Counter] = {}
     parameters = model_parameters(model, tensor=layout.tensor, experts=experts)
@@ -72,7 +73,7 @@ def data_parallel_s(
     shard: Shard, layout: Layout, held: Held, zero: Zero, global_batch: int, *, computed_s: float,
     last_s: float,
 ) -> float:  # fmt: skip
-    """What a step waits for replicas.
+    """Seconds that a step waits for replicas.
 
     computed_s: F and B of all microbatches, under which ZeRO-3 gathers and scatters. last_s: the
     blocks' B of the last microbatch, under which some software reduces.
@@ -83,18 +84,19 @@ def data_parallel_s(
 
 
 def _sent_s(held: Held, size: float, gather: Callable, shard: Shard) -> float:
-    """Gathering, or scattering, `size` bytes of each parameter."""
+    """Seconds to gather, or scatter, `size` bytes of each parameter."""
     return sum(gather(n * size, group, **shard.machine) for group, n in held.items())
 
 
 def _reduction_s(shard: Shard, layout: Layout, held: Held, zero: Zero, last_s: float) -> float:
-    """Gradients over `data`, parameters back, and a tied table's two gradients."""
+    """Seconds to reduce gradients over `data`, gather parameters, and add a tied table's two
+    gradients."""
     software, machine = shard.calibration.software, shard.machine
     reduced_s = _sent_s(held, software.gradient_bytes, gather_s, shard)
     back_bytes = software.parameter_bytes if zero else software.gradient_bytes
     reduced_s += _sent_s(held, back_bytes, gather_s, shard)
     if software.pipeline == "lockstep" and zero == 1 and layout.by_windows(shard.model):
-        reduced_s /= layout.virtual  # of the first chunk and of the last; others beside the ticks
+        reduced_s /= layout.virtual  # of the first and the last chunk; ticks hide the others
     if software.overlaps_data:
         reduced_s = _beside(reduced_s, last_s, shard.calibration)
     reduced = sum(n for group, n in held.items() if group.size > 1)
@@ -108,21 +110,21 @@ def _reduction_s(shard: Shard, layout: Layout, held: Held, zero: Zero, last_s: f
 
 
 def _beside(traffic_s: float, computed_s: float, calibration: Calibration) -> float:
-    """What traffic adds to the work that it runs beside: matmuls have fewer cores meanwhile; what
-    is longer decides."""
+    """Seconds that traffic adds to the work it overlaps with: what it outlasts it by, or what
+    matmuls lose because they have fewer cores meanwhile, whichever is longer."""
     return max(traffic_s - computed_s, calibration.comm_cores * traffic_s)
 
 
 def _zero3_s(
     shard: Shard, layout: Layout, held: Held, computed_s: float, global_batch: int
 ) -> float:
-    """What ZeRO-3's traffic adds to F and B: parameters are gathered in F and again in B, and the
-    gradients scattered, for every microbatch. Where this program does so by the chunk it is for p
-    of them together, and nothing hides it; by the layer, woven, all is hidden that can be, but for
-    the first and the last layer's.
+    """Seconds that ZeRO-3's traffic adds to F and B: for every microbatch parameters are gathered
+    in F and again in B, and gradients are scattered. If this program does so by chunk, it does so
+    for p microbatches together, and nothing hides it; if by layer, in woven ticks, everything
+    that can be hidden is, except for the first and the last layer.
 
-    DeepSpeed's rings reached about 16 GB/s a GPU in SC'21's table 2, as if they went through a
-    single card a node, however many GPUs took part: so other software's are priced here.
+    DeepSpeed's rings reached about 16 GB/s per GPU in SC'21's table 2, as if they went through a
+    single card per node, however many GPUs took part: other software is priced accordingly.
     """
     software = shard.calibration.software
     microbatches, ours = layout.microbatches(global_batch), software.pipeline == "lockstep"

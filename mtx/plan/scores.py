@@ -1,4 +1,4 @@
-"""Seconds of the products of queries, keys and values of a layer."""
+"""Seconds of a layer's products of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from mtx.plan.shard import Shard
 
 
 def attention_s(shard: Shard, cost: Cost) -> tuple[float, float]:
-    """(F, B) of the products of activations, as those of queries and keys of b a / t heads.
+    """(F, B) seconds of the products of activations, such as those of queries and keys of b a / t
+    heads.
 
     unfused: q k^T, softmax with scale and mask (`_softmax_passes`), dropout and the product with v,
-    each through memory; all of the square. fused: no score leaves the kernel, which skips what the
-    mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
-    (`mtx.plan.attention`). Over `context` there are several such products, as often as they run.
+    each through memory, for all of the square. fused: no score leaves the kernel, which skips what
+    the mask hides and computes q k^T once more in B; there is one for NVIDIA's GPUs
+    (`mtx.plan.attention`). Over `context` there are several such products, counted as often as they
+    run.
     """
     model, rows = shard.model, shard.microbatch
     kernel = kernel_of(model, shard.hardware.backend)
@@ -61,9 +63,10 @@ def _unfused_s(shard: Shard, batch: int, queries: int, keys: int, size: int) -> 
 def _softmax_passes(shard: Shard) -> tuple[float, float]:
     """(F, B) of softmax with its scale and mask, in passes over the scores in the compute type.
 
-    In one kernel F reads and writes, B reads two and writes. By torch, one after the other: in F
-    the mask, in place, and softmax 2 each, in B softmax's gradient 3 and the mask's 2; and where
-    softmax has a wider type, casts there and back 2, and the scale 2, both ways.
+    In one kernel, F reads and writes, and B reads two arrays and writes one. By torch's kernels,
+    one after the other: in F, 2 each for the mask, in place, and softmax; in B, 3 for softmax's
+    gradient and 2 for the mask's; and if softmax has a wider type, 2 for casts there and back and 2
+    for the scale, both ways.
     """
     software = shard.calibration.software
     if software.operators == "fused":

@@ -1,24 +1,26 @@
 """The fastest layouts that fit, by predicted time and memory.
 
-Nothing of SC'21's advice is in here: every way to write the devices as data x pipe x tensor, of
-long sequences and of experts as data x pipe x expert x context x tensor (with experts tensor groups
-within a node alone, sequences sharded in them), every microbatch, number of chunks, sharding of
+Nothing of SC'21's advice is built in: every way to write the devices as data x pipe x tensor, for
+long sequences and experts as data x pipe x expert x context x tensor (with experts, tensor groups
+only within a node, and sequences sharded in them), every microbatch, number of chunks, sharding of
 sequences and optimizer, and way to keep or recompute activations is a candidate, and only
 `mtx.plan.time` and `mtx.plan.memory` decide.
 
-Candidates are taken in the order of their time, and the first that fits wins its mesh. Until one is
-due a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and until
-one of them is due, one for all numbers of chunks: the step without its bubble. Not priced is what
-cannot win (tests/test_plan_search.py enumerates it all, and finds nothing better):
-  - where a mesh does not fit with all recomputed that may be, and with the fewest sequences at
+Candidates are taken in the order of their time, and the first that fits wins its mesh. Until a
+candidate is due, a bound stands for its time (`mtx.plan.makespan`), so that few are simulated; and
+until any number of chunks is due, one bound stands for all of them: the step without its bubble.
+Candidates that cannot win are not priced (tests/test_plan_search.py enumerates them all, and finds
+nothing better):
+  - if a mesh does not fit with everything recomputed that may be, and with the fewest sequences at
     once, nothing on that mesh does
-  - recomputing more never makes a step faster: it is tried where recomputing less does not fit
+  - recomputing more is tried if recomputing less does not fit; a way to recompute that is slower
+    than one that keeps less is not tried at all
   - GPipe is never faster nor leaner than 1F1B, nor zero=0 than zero=1: they are tried if asked for
   - chunks change nothing on one stage, nor sequence parallelism on one tensor shard
-Schedules that have to be simulated, as zero bubble's, are priced on the settings that are best with
-1F1B, and of those the leaders' only: they are not enumerated. Nor are the ways of attention over
-`context`, or whether experts are split over `tensor`: those of each mesh's best are compared, of
-experts those of the leaders.
+Schedules that have to be simulated, such as zero bubble's, are not enumerated: they are priced on
+the settings that are best with 1F1B, and only for the leaders. Neither are the ways of attention
+over `context`, which are compared for the best of each mesh, nor whether experts are split over
+`tensor`, which is compared for the leaders.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ from mtx.sharding.axes import AXES
 from mtx.sizes import Devices, Sequences
 
 _SIMULATED = ("zb_h1", "zb_h2", "aligned_zb", "deferred_zb", "zb_v", "v_half", "dualpipe_v")
-_NEARBY = 256  # numbers of GPUs that are looked at for one with a layout
-_LEADERS, _MOST_OPS = 3, 4096  # of a search that is open: meshes, and F of a simulated table
+_NEARBY = 256  # numbers of GPUs among which one with a layout is looked for
+_LEADERS, _MOST_OPS = 3, 4096  # if the schedule is open: meshes, and F of a simulated table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +82,9 @@ class Found:
 
 
 class _Waiting(NamedTuple):
-    """What may be the next best, in the order in which it is looked at."""
+    """A candidate that may be the next best, ordered by when it is looked at."""
 
-    least_s: float  # its time, or a bound of it
+    least_s: float  # its time, or a lower bound
     order: tuple[int, ...]  # of arrival; one number alone stands for all numbers of chunks
     layout: Layout
     zero: Zero
@@ -96,10 +98,10 @@ def search(
 ) -> Found:  # fmt: skip
     """The `top` fastest meshes that fit in 90 % of a device, each with its best settings.
 
-    A mesh is data x pipe x expert x context x tensor = gpus; layers lie in equal parts on the
-    stages, with experts in parts that differ by one where there are no equal ones.
-    schedule="auto" is an open one; optimizer: None, AdamW. Raises UserError where the sizes allow
-    no layout at all, and where none fits.
+    A mesh is data x pipe x expert x context x tensor = gpus; stages have equal numbers of layers
+    or, with experts and no equal numbers, numbers that differ by one. schedule="auto" leaves it
+    open; optimizer: by default AdamW. UserError if the sizes allow no layout at all, or if none
+    fits.
     """
     question = Question(
         model=model, gpus=checked("gpus", gpus, Devices),
@@ -123,7 +125,7 @@ def search(
 
 
 def _looped(question: Question, top: int) -> Found:
-    """The search among SC'21's schedules: by the bounds of their times, until a time is needed."""
+    """Search SC'21's schedules: by bounds of their times, until a time is needed."""
     meshes = question.meshes()
     if not meshes:
         raise _no_layout(question)
@@ -173,7 +175,7 @@ def _best_way(question: Question, one: Candidate) -> Candidate:
 
 
 def _best_split(question: Question, one: Candidate) -> Candidate:
-    """The candidate with experts split over `tensor`, or whole: the faster that fits."""
+    """The candidate with experts split over `tensor`, or whole: the faster one that fits."""
     best = one
     for split in question.ways_of_experts(one.layout):
         layout = replace(one.layout, expert_tensor=split)
@@ -186,7 +188,8 @@ def _best_split(question: Question, one: Candidate) -> Candidate:
 
 
 def _openings(question: Question, meshes: list[Layout]) -> Iterator[_Waiting]:
-    """What stands for every candidate that recomputes least, whatever its chunks."""
+    """One entry for every candidate that recomputes least, which stands for all of its numbers of
+    chunks."""
     fastest: list[tuple[Layout, Zero]] = [
         (layout, zero)
         for mesh in meshes
@@ -212,7 +215,7 @@ def _chunked(question: Question, one: _Waiting) -> Iterator[_Waiting]:
 
 
 def _looked_at(question: Question, one: _Waiting) -> Iterator[_Waiting]:
-    """The candidate with its time and memory; where it does not fit, that which recomputes more."""
+    """The candidate with its time and memory; if it does not fit, the one that recomputes more."""
     memory = question.memory(one.layout, one.zero)
     if question.holds(memory.total_bytes):
         time = question.time(one.layout, one.zero)
@@ -227,7 +230,8 @@ def _looked_at(question: Question, one: _Waiting) -> Iterator[_Waiting]:
 
 
 def _simulated(question: Question, wanted: str, top: int) -> Found:
-    """The search with one schedule that has to be simulated, on what is best with 1F1B."""
+    """Search with one schedule that has to be simulated, on the settings that are best with
+    1F1B."""
     if wanted.endswith(SUFFIXES):
         raise UserError(
             f"schedule={wanted!r} is a table of one shape, which leaves nothing to search; use "
@@ -257,7 +261,7 @@ def _improve(
     most_ops: int = _MOST_OPS,
 ) -> Candidate | None:  # fmt: skip
     """The candidate with the fastest of `schedules` that fits and takes less than `below_s`; None
-    where none does. Tables of more ops are passed over."""
+    if none does. Tables of more than `most_ops` are skipped."""
     best = None
     microbatches = one.layout.microbatches(question.global_batch)
     for name in schedules if one.layout.pipe > 1 else ():
@@ -288,7 +292,7 @@ def _by_time(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _no_layout(question: Question) -> UserError:
-    """Names what stands in the way of a mesh that the caller asked for, or of every mesh."""
+    """The error that names what rules out a mesh that the caller asked for, or every mesh."""
     model, gpus = question.model, question.gpus
     given = {name: value for name, value in asdict(question.fixed).items() if value is not None}
     sizes = {axis: given[axis] for axis in ("data", *AXES) if given.get(axis)}
@@ -311,9 +315,9 @@ def _listed(values: dict, between: str) -> str:
 
 
 def _remedy(question: Question, product: int) -> str:
-    """A number of GPUs, a multiple of `product`, or a batch, with which some layout fits; empty
-    where there is neither. Of GPUs the next lower number with a layout, else the next higher one,
-    else that with the nearest power of two."""
+    """A number of GPUs, a multiple of `product`, or a batch, with which some layout fits; empty if
+    there is neither. The number is the next lower one with a layout, else the next higher one, else
+    the nearest power of two."""
     gpus, batch = question.gpus, question.global_batch
     below = range((gpus - 1) // product * product, 0, -product)[:_NEARBY]
     above = range(gpus // product * product + product, 2**20, product)[:_NEARBY]
@@ -332,7 +336,7 @@ def _remedy(question: Question, product: int) -> str:
 
 
 def _fits(question: Question) -> bool:
-    """Whether some layout does."""
+    """Whether some layout fits."""
     return any(
         question.mesh_fits(mesh, zero)
         for mesh in question.meshes()
@@ -341,7 +345,7 @@ def _fits(question: Question) -> bool:
 
 
 def _nothing_fits(question: Question, meshes: list[Layout]) -> UserError:
-    """With the leanest candidate: no user should have to guess how much is missing."""
+    """The error with the leanest candidate: no user should have to guess how much is missing."""
     leanest = (
         (question.memory(layout, zero).total_bytes, layout, zero)
         for layout in (replace(mesh, recompute=question.fixed.ways()[-1]) for mesh in meshes)
@@ -364,7 +368,7 @@ def fewest_gpus(
 ) -> int:  # fmt: skip
     """The smallest power of two of devices on which some layout fits.
 
-    batch_of: the global batch for a number of devices. UserError above 2^20 of them.
+    batch_of: the global batch for a number of devices. UserError if none fits up to 2^20.
     """
     fixed = fixed or Fixed()
     for gpus in (2**power for power in range(21)):

@@ -48,7 +48,7 @@ class Shard:
 
     @property
     def hidden_bytes(self) -> int:
-        """b s h: a microbatch between two layers, whole."""
+        """b s h: a whole microbatch between two layers."""
         return self.tokens * self.model.hidden * self.item_bytes
 
     @property
@@ -60,20 +60,21 @@ class Shard:
         return Group(size=self.tensor, stride=1)
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1, *, dtype: str = "") -> float:
-        """`batch` products [m, k] x [k, n], by `mtx.plan.gemm.matmul_s`; dtype: of the operands, by
-        default the compute type."""
+        """Seconds of `batch` products [m, k] x [k, n], by `mtx.plan.gemm.matmul_s`; dtype: of the
+        operands, by default the compute type."""
         return matmul_s(
             m, n, k, batch=batch, dtype=dtype or self.model.compute_dtype,
             item_bytes=self.item_bytes, **self.machine,
         )  # fmt: skip
 
     def memory_s(self, moved_bytes: float, kernels: int = 0) -> float:
-        """Reading and writing so many bytes in so many kernels."""
+        """Seconds to read and write that many bytes in that many kernels."""
         rate = self.hardware.memory_gb_s * 1e9 * self.calibration.memory_share
         return moved_bytes / rate + kernels * self.calibration.kernel_s
 
     def cost(self, kind: str, recompute: Recompute = "none") -> Cost:
-        """Of one layer. Its probabilities have no dropout here, which is priced with them."""
+        """The cost of one layer. Its probabilities have no dropout here: that is priced with
+        them."""
         dropout = self.model.dropout or (0.1 if self.calibration.software.dropout else 0.0)
         return layer_cost(
             _with_dropout(self.model, dropout), kind=kind,
@@ -83,7 +84,8 @@ class Shard:
         )  # fmt: skip
 
     def all_reduce_s(self) -> float:
-        """Of b s h over `tensor`; a gather and a scatter with sequence parallelism take as long."""
+        """Seconds of an all-reduce of b s h over `tensor`; with sequence parallelism a gather and a
+        scatter take as long."""
         return all_reduce_s(self.hidden_bytes, self.group, **self.machine)
 
     def gather_s(self) -> float:
@@ -92,5 +94,5 @@ class Shard:
 
 @lru_cache(maxsize=256)  # a search asks for a few models thousands of times
 def _with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
-    """The model with that dropout, and with none of its probabilities."""
+    """The model with that dropout, but none on its probabilities."""
     return replace(model, dropout=dropout, attention_dropout=0.0)

@@ -1,4 +1,4 @@
-"""How much a schedule keeps at once: the planner's one view of it that has to do with memory."""
+"""How much a schedule keeps at once: the planner's one view of it that concerns memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Slots(NamedTuple):
 
     stash: int  # from F to B, of a chunk
     weight_stash: int  # from B to W, of a chunk
-    rings: int  # for x and dx that have come before their tick
+    rings: int  # for x and dx that arrive before their tick
     caches: int  # of a chunk's keys and values, and for their gradients
 
 
@@ -25,7 +25,7 @@ def slots_of(layout: Layout, microbatches: int) -> Slots:
     plain = layout.slices == 1 and layout.weave != "on"
     if plain and name in ("1f1b", "interleaved_1f1b", "eager_1f1b"):
         warming_up = min(microbatches, pipe) * virtual + max(0, microbatches - pipe)
-        # One more than are in flight where a stage sits ticks out: it writes to a free slot.
+        # One more than are in flight if a stage sits out ticks: it writes to a free slot.
         most = virtual if pipe == 1 else min(warming_up + 1, (virtual + 1) * pipe - 1)
         return Slots(stash=most, weight_stash=0, rings=0, caches=0)
     if plain and name == "gpipe":
@@ -41,7 +41,7 @@ def slots_of(layout: Layout, microbatches: int) -> Slots:
 def _slots_of_table(
     name: str, pipe: int, virtual: int, slices: int, microbatches: int, weave: Weave
 ) -> Slots:
-    """Off the table."""
+    """Slots read off the table."""
     layout = Layout(
         pipe=pipe, virtual=virtual, schedule=name, slices=slices, weave=weave, idle="phases"
     )

@@ -1,10 +1,10 @@
-"""Of each stage of a pipeline: which residuals wait where, and how much of them it would have to
-offload if it could be alone.
+"""For each stage of a pipeline: where its residuals wait, and how much of them it would have to
+offload if it were on its own.
 
-Early stages have more in flight. All run one program, whose arrays are as large on each as on the
-stage that needs most, and in each tick all wait for the slowest: so a fraction of a stage's own
-would free no memory of the program and save no time but where the stage with most in flight, whose
-copies are the longest, sits a tick out.
+Early stages have more in flight. But all run one program, whose arrays are as large on each stage
+as on the one that needs the most, and in each tick all wait for the slowest. So a separate fraction
+for each stage would free no memory of the program, and would save time only when the stage with the
+most in flight, whose copies are the longest, sits out a tick.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Residuals of one stage, at the moment when it has most of them."""
+    """Residuals of one stage, at the moment when it has the most of them."""
 
     in_flight: int  # microbatches of a chunk
     device_bytes: int
     host_bytes: int
-    alone: float  # the least fraction with which its own would fit
+    alone: float  # the least fraction with which its own residuals would fit
 
 
 def residuals_of_stages(
     model: ModelConfig, layout: Layout, global_batch: int, *, backend: Backend, room_bytes: float
 ) -> tuple[Waits, ...]:
-    """room_bytes: of a device, for residuals. `alone` is the solution of MEMO's programme (Zhao et
-    al. 2024) for that stage: of alpha only the device's memory asks for more, and time, the link
-    and the host for less, so it is the least that fits."""
+    """The residuals of each stage. room_bytes: what a device has for residuals. `alone` is the
+    solution of MEMO's programme (Zhao et al. 2024) for that stage: only the device's memory asks
+    for a larger alpha, and time, the link and the host for a smaller one, so it is the least that
+    fits."""
     whole = stash_slot_bytes(model, layout, backend=backend)
     layers = offloaded_layers(model, layout, backend=backend).values()
     gone = sum(places * each for places, each in layers)

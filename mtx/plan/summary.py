@@ -1,11 +1,11 @@
-"""The facts of a plan, row by row, each with where it is from.
+"""The facts of a plan, row by row, each with its source.
 
 given      the run's own config, a preset's included
-chosen     by the search, or by a rule that the row names; of a row's numbers, perhaps not all
+chosen     by the search, or by a rule that the row names; perhaps not all numbers of a row
 computed   arithmetic on that, or counted in the schedule's table
-predicted  a model of our program's time and memory, which running or compiling it confirms or not
+predicted  a model of our program's time and memory, which running or compiling may confirm or not
 compiled   read from the program that XLA made for the target
-published  SC'21's table 1, where the run is one of its rows
+published  SC'21's table 1, if the run is one of its rows
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Source = Literal[
 ]  # fmt: skip
 _MIB = 2**20
 _PARTS, _FAMILIES = {"mlp": "MLP"}, {"bert": "BERT"}  # as they are written
-NOTHING = 1e-9  # of a step: what is less is the rounding of a sum
+NOTHING = 1e-9  # of a step: anything less is a sum's rounding error
 _MOST_OPS = 500_000  # of a schedule's table that is made only to count its ticks
 
 
@@ -162,7 +162,7 @@ def _layout(plan: PricedRun) -> list[Row]:
 
 
 def _context(plan: PricedRun) -> list[Row]:
-    """How sequences are cut, and how attention goes over their parts: each way's seconds."""
+    """How sequences are cut, and the seconds of each way of attention over their parts."""
     run, layout = plan.run, plan.run.layout
     if layout.context == 1:
         return []
@@ -176,7 +176,7 @@ def _context(plan: PricedRun) -> list[Row]:
 
 
 def _experts(plan: PricedRun) -> list[Row]:
-    """How full experts are, and what that asks for."""
+    """How full experts are, and what that requires."""
     if not plan.run.model.routed_experts:
         return []
     load, rounds = plan.expert_imbalance, plan.later_rounds
@@ -302,7 +302,7 @@ def _work(plan: PricedRun) -> list[Row]:
 
 
 def compiled_rows(compiled: Compiled, plan: PricedRun) -> list[Row]:
-    """What XLA says: memory beside the closed form, the largest buffers, collectives and how much
+    """What XLA says: memory next to the closed form, the largest buffers, collectives and how much
     of them nothing hides, FLOPs."""
     section = "Compiled"
     nearer = f". {compiled.hint}" if compiled.hint else ""

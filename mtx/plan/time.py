@@ -2,12 +2,12 @@
 
 A stage's time for a microbatch is that of its blocks, embedding and head (`mtx.plan.block`); the
 pipeline adds messages and waiting (`mtx.plan.makespan`); the step ends with the gradients'
-reduction and the optimizer. Nothing hides behind anything else, with four exceptions: collectives
-in B where the calibration's `Software` says so; all over `tensor` where F and B are woven, but for
-the first of a tick, as far as computation lasts; ZeRO-3's all-gathers, which run under F and B
-as far as these are long enough; and a layer's copy to the host's memory or back, beside the layer
-next to it (`mtx.plan.offload`).
-Not counted: reading data, logging, and the first steps.
+reduction and the optimizer. Nothing overlaps with anything else, except: collectives
+in B, if the calibration's `Software` says so; if F and B are woven, all collectives over `tensor`
+except the first of a tick, and all-to-alls to experts, as long as computation lasts; ZeRO-3's
+all-gathers, under F and B; sends of a ring over `context`, under attention (`mtx.plan.context`);
+and a layer's copy to the host or back, under the layer next to it (`mtx.plan.offload`). Not
+counted: reading data, logging, and the first steps.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from mtx.schedules.partition import Placement
 class StepTime:
     """Seconds of one training step of an average device, by what they are spent on."""
 
-    matmul_s: float  # of the blocks' weights
+    matmul_s: float  # products with the blocks' weights
     attention_s: float  # scores: their matmuls, softmax, dropout
     elementwise_s: float  # norms, GELU, residuals, dropout, adding up gradients
     embedding_and_head_s: float  # embedding, logits and loss
     tensor_comm_s: float  # collectives over `tensor`
-    context_comm_s: float  # and over `context`, what nothing hides
+    context_comm_s: float  # and over `context`, those that nothing hides
     expert_comm_s: float  # and to experts and back
-    host_comm_s: float  # copies to the host's memory and back, what nothing hides
+    host_comm_s: float  # copies to the host's memory and back that nothing hides
     pipeline_comm_s: float  # messages between stages
-    bubble_s: float  # waiting for other stages: fill, drain, and stages that are not equal
-    data_comm_s: float  # gradients, and parameters where they are sharded, over `data`
+    bubble_s: float  # waiting for other stages: fill, drain, and unequal stages
+    data_comm_s: float  # gradients, and parameters if they are sharded, over `data`
     optimizer_s: float
 
     @property
@@ -65,8 +65,9 @@ class StepTime:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """The bubble: idle time over ideal time (SC'21, section 2.2), that of F and B of all
-        microbatches with their collectives and messages. The rest of the step has no part in it."""
+        """The bubble: idle time over ideal time (SC'21, section 2.2), which is that of F and B of
+        all microbatches with their collectives and messages. The rest of the step does not
+        count."""
         ideal_s = self.matmul_s + self.attention_s + self.elementwise_s + self.embedding_and_head_s
         sent_s = self.tensor_comm_s + self.context_comm_s + self.expert_comm_s
         sent_s += self.host_comm_s + self.pipeline_comm_s
@@ -87,15 +88,15 @@ def predict_step(
 ) -> StepTime:
     """The time of one step of `global_batch` sequences.
 
-    zero: None, what the layout says; 0, gradients all-reduced and the optimizer on every replica;
-    1, gradients scattered, the optimizer sharded over `data`, parameters gathered; 3, parameters
+    zero: by default the layout's; 0: gradients all-reduced and the optimizer on every replica; 1:
+    gradients scattered, the optimizer sharded over `data`, parameters gathered; 3: parameters
     sharded too, and gathered for every F and B. scatter_gather: a message between stages is cut
     over `tensor` and gathered on arrival (SC'21, section 4.1); of no account with sequence
-    parallelism, where it is cut anyway.
-    calibration: None, what `calibration_for` says.
+    parallelism, which cuts it anyway.
+    calibration: by default that of `calibration_for`.
     expert_imbalance: tokens of the fullest expert over the mean of all.
-    bound: of SC'21's schedules a time that none is faster than, which takes no simulation.
-    UserError where the model cannot be laid out, or the batch divided.
+    bound: for SC'21's schedules, a lower bound on the time, which takes no simulation.
+    UserError if the model cannot be laid out, or the batch cannot be divided.
     """
     zero = layout.zero if zero is None else zero
     if zero not in (0, 1, 3):
@@ -136,7 +137,7 @@ def predict_step(
 
 
 def _lone(on: _OnStages, layout: Layout, microbatches: int) -> Work:
-    """What ticks of F or B alone leave in sight, of what weaving hides."""
+    """The work that weaving hides but that is exposed in ticks of F or B alone."""
     if on.hidden == Passes():
         return Work()
     forward, backward = lone_ticks(layout, microbatches)
@@ -152,15 +153,15 @@ class _OnStages:
     """What the stages of a layout do for each microbatch."""
 
     shard: Shard
-    counts: tuple[dict[str, int], ...]  # layers of each kind
+    counts: tuple[dict[str, int], ...]  # layers of each kind, by stage
     work: dict[str, Passes]  # of a layer of each kind
-    outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does beside
-    hop_s: float  # a message
-    hides: Callable[[dict[str, int]], Passes] | None  # of a stage's microbatch, by weaving alone
+    outside: tuple[Passes, Passes, Passes]  # what the first, the last, and every stage does besides
+    hop_s: float  # of one message
+    hides: Callable[[dict[str, int]], Passes] | None  # by weaving alone, of a stage's microbatch
     virtual: int
 
     def of(self, counts: Mapping[str, int]) -> Passes:
-        """Of so many layers of each kind."""
+        """The work of that many layers of each kind."""
         return sum((self.work[kind] * n for kind, n in counts.items()), Passes())
 
     @property
@@ -170,18 +171,19 @@ class _OnStages:
 
     @cached_property
     def hidden(self) -> Passes:
-        """Of all stages' microbatches, their collectives that weaving alone hides."""
+        """The collectives of all stages' microbatches that weaving alone hides."""
         return sum(map(self.hides, self.counts), Passes()) if self.hides else Passes()
 
     @property
     def messages_s(self) -> float:
-        """Of a microbatch. Where a stage does one thing after the other, what it sends and what it
-        receives take their time each, but for the model's ends."""
+        """Seconds of a microbatch's messages. If a stage does one thing after the other, sending
+        and receiving take their time separately, except where the model begins and where it
+        ends."""
         in_turn = self.shard.calibration.software.pipeline == "asynchronous"
         return self.hop_s * (2 * (self.virtual - 1 / len(self.counts)) if in_turn else self.virtual)
 
     def with_more(self, work: Mapping[str, Passes]) -> _OnStages:
-        """With further work of a layer of each kind, of which weaving hides nothing."""
+        """The same with further work in a layer of each kind, of which weaving hides nothing."""
         return replace(self, work={kind: own + work[kind] for kind, own in self.work.items()})
 
     @cached_property
@@ -197,12 +199,12 @@ class _OnStages:
 
     @property
     def times(self) -> tuple[list[Seconds], float]:
-        """F, B and W of each stage, and how long a message takes to arrive: 0 where its time is
-        part of the stages' own, which then stand still while they and a neighbour exchange
-        messages, both ways at once: with the next one after F, with the one before after B.
+        """F, B and W of each stage, and how long a message takes to arrive: 0 if its time is part
+        of the stages' own. In that case stages stand still while they exchange messages with a
+        neighbour, both ways at once: with the next one after F, with the previous one after B.
 
-        The last stage is taken for the model's end; in schedules that come back in a V it is the
-        first. The first stage has none before, the last none after.
+        The last stage is taken for the model's end; in V-shaped schedules it is the first. The
+        first stage has no previous one, the last no next one.
         """
         first, last, every = (passes.seconds for passes in self.outside)
         stages = [_added(seconds, every) for seconds in self.layers_s]
@@ -264,11 +266,10 @@ def _on_stages(
 
 
 def _hidden(on: _OnStages, alone: _OnStages, counts: Mapping[str, int]) -> Passes:
-    """What of its collectives a stage hides with such layers in ticks in which F and B are woven:
-    all of those over `tensor`, and of those to experts and back all but a layer's first all-to-all
-    (`first_alone_s`), as far as F and B compute so long. (Of messages, as much as the weight
-    gradients of a layer last.) alone: with all collectives, of which B's matmuls hide none.
-    """
+    """The collectives that a stage with these layers hides in ticks in which F and B are woven: all
+    of those over `tensor`, and all of those to experts and back except a layer's first all-to-all
+    (`first_alone_s`), as long as F and B compute. (Messages are hidden for as long as the weight
+    gradients of a layer last.) alone: with all collectives, of which B's matmuls hide none."""
     each, collectives = on.of(counts), alone.of(counts)
     whole_s = collectives.all.sent.total_s
     beside_s = collectives.all.total_s - whole_s
@@ -286,8 +287,8 @@ def stage_times(
     model: ModelConfig, layout: Layout, hardware: Hardware, *, scatter_gather: bool = True,
     calibration: Calibration | None = None, expert_imbalance: float = 1.0,
 ) -> tuple[list[Seconds], float]:  # fmt: skip
-    """F, B and W of a microbatch on each stage as `predict_step` has them, and how long a message
-    takes to arrive: 0 where its time is part of the stages' own."""
+    """F, B and W of a microbatch on each stage as in `predict_step`, and how long a message takes
+    to arrive: 0 if its time is part of the stages' own."""
     calibration = calibration or calibration_for(layout, model, hardware)
     return _on_stages(model, layout, hardware, scatter_gather, calibration, expert_imbalance).times
 
@@ -295,7 +296,7 @@ def stage_times(
 def later_rounds(
     model: ModelConfig, layout: Layout, hardware: Hardware, *, expert_imbalance: float
 ) -> int:
-    """Rounds after the first, in which tokens come to experts that have no room for more."""
+    """The number of rounds after the first, for tokens whose experts have no room in the first."""
     calibration = calibration_for(layout, model, hardware)
     shard = _shard(model, layout, hardware, calibration, expert_imbalance)
     kinds = dict.fromkeys(pattern_of(model))
@@ -303,7 +304,7 @@ def later_rounds(
 
 
 def _hop_s(shard: Shard, layout: Layout, scatter_gather: bool) -> float:
-    """One message from stage to stage, b s h, and what puts it together again."""
+    """Seconds of one message from stage to stage, b s h, and of putting it together again."""
     if layout.pipe == 1:
         return 0.0
     cut = layout.tensor > 1 and (layout.sequence_parallel or scatter_gather)
@@ -321,12 +322,12 @@ def _stage_layers(placement: Placement) -> tuple[dict[str, int], ...]:
 
 
 def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
-    """What the first stage, the last, and every stage does beside its blocks."""
+    """What the first stage, the last, and every stage does besides its blocks."""
     if shard.calibration.software.head == "last stage":
         return embedding_work(shard, layout.tensor), head_work(shard, layout.tensor), Passes()
     # All stages look up and compute logits: embeddings come from all, the last one's output goes to
-    # all, and so do their gradients; the loss needs three numbers of all shards' logits. Woven
-    # ticks have something beside all of that but those numbers, and some the head's gradient.
+    # all, and their gradients likewise; the loss needs three numbers of all shards' logits. Woven
+    # ticks hide all of that except those numbers and, in some layouts, the head's gradient.
     stream_bytes = shard.hidden_bytes / (layout.tensor if layout.sequence_parallel else 1)
     pipe, machine = pipe_group(layout), shard.machine
     sum_s = all_reduce_s(stream_bytes, pipe, **machine)
@@ -337,7 +338,7 @@ def _outside(shard: Shard, layout: Layout) -> tuple[Passes, Passes, Passes]:
     sent = Passes(Work(tensor_comm_s=2 * sum_s), Work(tensor_comm_s=2 * sum_s))
     if layout.weave == "on":
         both = Passes(*(work._replace(tensor_comm_s=0.0) for work in both))
-        # Beside the weight gradients of B's last layer, which wait where chunks begin alike.
+        # Under the weight gradients of B's last layer, which wait if all chunks begin alike.
         hides = placement_of(shard.model, layout).first_kind is not None
         sent = Passes() if hides else Passes(backward=Work(tensor_comm_s=sum_s + shard.gather_s()))
     return Passes(), Passes(), both + sent + Passes(forward=Work(tensor_comm_s=loss_s))

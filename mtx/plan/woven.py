@@ -1,4 +1,4 @@
-"""Whether a step's ticks are woven, where a layout leaves that open."""
+"""Whether a step's ticks are woven, if a layout leaves that open."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mtx.plan.hardware import Hardware
 from mtx.plan.memory import Zero, predict_memory
 from mtx.plan.time import predict_step
 
-# Of the plain step's seconds, what a woven one has at most: where there is little to hide it costs
-# 3 to 10 % on a GPU (docs/results.md, "One GPU"), in barriers that no prediction knows of.
+# The most that a woven step may take, of the plain step's seconds: with little to hide, weaving
+# costs 3 to 10 % on a GPU (docs/results.md, "One GPU"), in barriers that no prediction knows of.
 _AT_MOST = 0.97
 _GIB = 2**30
 
@@ -22,12 +22,12 @@ def choose_weave(
     calibration: Calibration | None = None, scatter_gather: bool = True,
     expert_imbalance: float = 1.0, share: float = MEMORY_AT_MOST,
 ) -> tuple[Layout, str]:  # fmt: skip
-    """(the layout of `run`, weave="auto" now "on" where that is made for the rest of it, takes less
-    time on `device`, and fits its memory; why, or "" where nothing is said for it). Left "auto", it
-    runs as "off" does.
+    """(the layout of `run`, its weave="auto" now "on" if the rest of it allows that, it takes less
+    time on `device`, and it fits its memory; why, or "" if there is nothing to say). Left "auto",
+    it runs as "off" does.
 
-    zero, calibration, scatter_gather, expert_imbalance: as in `predict_step`; another program's
-    calibration than ours does not weave. share: of the device's memory, what JAX takes.
+    zero, calibration, scatter_gather, expert_imbalance: as in `predict_step`; with another
+    program's calibration nothing is woven. share: the part of the device's memory that JAX takes.
     """
     plain = run.layout
     calibration = calibration or calibration_for(plain, run.model, device)

@@ -1,6 +1,6 @@
 """The ops that a file holds, each with its place there: checked, then made into a schedule.
 
-Every mistake is one line that names the row and the column, counted from 1 as a spreadsheet does.
+Every mistake is one line that names the row and the column, counted from 1 as in a spreadsheet.
 
 Legend: N ops of the whole file · C chunks · P stages · I items
 """
@@ -31,16 +31,16 @@ class Cells:
     kind: np.ndarray
     virtual_stage: np.ndarray
     microbatch: np.ndarray
-    slice: np.ndarray  # WHOLE where the file names none
+    slice: np.ndarray  # WHOLE if the file names none
     tick: np.ndarray | None  # None: rows are orders
     row: np.ndarray  # in the file, from 1
     column: np.ndarray  # in the file, from 1
     texts: list[str]  # of each op, as the file has it
     stages: int
-    # kind, virtual stage and "3" or "3/2" as the file has them
+    # an op as the file writes it, from its kind, its virtual stage, and "3" or "3/2"
     notation: Callable[[int, int, str], str]
-    where: str = ""  # before every place, where a file holds more than one table
-    placement: np.ndarray | None = None  # int [C, P]; None: that of the ops, chunks in their order
+    where: str = ""  # in front of every place, if a file holds more than one table
+    placement: np.ndarray | None = None  # int [C, P]; None: by the ops, chunks in their order
 
     @cached_property
     def slices(self) -> int:
@@ -77,7 +77,7 @@ class Cells:
 
     @property
     def orders(self) -> Orders:
-        """Every stage has as many ops: `check` has seen to that."""
+        """The orders of the stages. All have equally many ops: `check` has made sure of that."""
         columns = (self.kind, self.item, self.chunk)
         kind, item, chunk = (array.astype(np.int32).reshape(self.stages, -1) for array in columns)
         return Orders(kind=kind, item=item, chunk=chunk)
@@ -94,23 +94,23 @@ class Cells:
 
 
 def misplaced(row: int, column: int, what: str, *, text: str = "", where: str = "") -> UserError:
-    """The error for what stands at one place of a file."""
+    """The error for a mistake at one place of a file."""
     shown = f" ({shorten(text)})" if text else ""
     return UserError(f"{where}row {row}, column {column}{shown}: {what}")
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a file, however they end, without empty ones behind the last."""
+    """The lines of a file, with any line endings, without empty ones at its end."""
     return text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n").split("\n")
 
 
 def item_text(item: int, slices: int) -> str:
-    """ "3", or "3/2" where sequences are cut."""
+    """ "3", or "3/2" if sequences are cut."""
     return f"{item}" if slices == 1 else f"{item // slices}/{item % slices}"
 
 
 def shorten(text: str) -> str:
-    """At most 40 printable characters of what may be any text."""
+    """At most 40 characters of any text, all of them printable."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -125,7 +125,7 @@ def check(cells: Cells) -> None:
 
 
 def build(name: str, cells: Cells, *, run: Cells | None = None) -> Schedule:
-    """The schedule that these cells hold. `run`: the orders of the stages, where they are not those
+    """The schedule that these cells hold. run: the orders of the stages, if they differ from those
     of the ticks. UserError with the place of the first mistake."""
     check(cells)
     held = {"virtual_stages": cells.virtual_stages, "slices": cells.slices}
@@ -147,7 +147,7 @@ def build(name: str, cells: Cells, *, run: Cells | None = None) -> Schedule:
 
 @contextmanager
 def _pointing(name: str, cells: Cells) -> Iterator[None]:
-    """Raises what is wrong with an op as what is wrong with its cell."""
+    """Raises an error about an op as an error about its cell."""
     try:
         yield
     except BadOp as error:
@@ -165,7 +165,7 @@ def _check_slices(cells: Cells) -> None:
 
 
 def _check_counted(cells: Cells, values: np.ndarray, noun: str) -> None:
-    """They are counted from 0 and none is left out."""
+    """Checks that `values` count from 0 without gaps."""
     found = np.unique(values)
     if found[-1] != len(found) - 1:
         gap = f"{noun} {int((found != np.arange(len(found))).argmax())} is missing"
@@ -174,7 +174,7 @@ def _check_counted(cells: Cells, values: np.ndarray, noun: str) -> None:
 
 
 def _check_placement(cells: Cells) -> None:
-    """Every virtual stage is on one stage, and every stage has as many virtual stages."""
+    """Checks that every virtual stage is on one stage, and that stages have equally many."""
     pairs, first, count = np.unique(
         cells.virtual_stage * cells.stages + cells.stage, return_index=True, return_counts=True
     )
@@ -204,7 +204,7 @@ def _check_placement(cells: Cells) -> None:
 
 
 def _rarest(count: np.ndarray) -> int:
-    """The last of the smallest."""
+    """The index of the smallest count, of several the last."""
     return len(count) - 1 - int(count[::-1].argmin())
 
 

@@ -1,10 +1,10 @@
 """Schedules in files: written, read back exactly, and checked.
 
-CSV as PyTorch has it (`formats_csv`), plain text (`formats_text`), and JSON: `{"name", "placement",
-"ticks": rows as in text, "orders": rows, where they are other than those of the ticks}`; one of the
-last two is enough. What is wrong with a file is said in one line, with its row and column.
+The formats are CSV as in PyTorch (`formats_csv`), plain text (`formats_text`), and JSON: `{"name",
+"placement", "ticks": rows as in text, "orders": rows, if they differ from those of the ticks}`; one
+of the last two is enough. A mistake in a file is reported in one line, with its row and column.
 
-Slots stand in none of them: they follow from the ticks, so that no file can overwrite one.
+No format contains slots: they follow from the ticks, so that no file can overwrite one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MOST_BYTES = 16 * 2**20  # five times the table of 64 stages of 4 chunks with 51
 def read_schedule(path: str | Path) -> Schedule:
     """The schedule in a .csv, .txt or .json file, named after it.
 
-    UserError, with the row and column where there is one, for a file that cannot be read or that
-    holds no schedule that can run.
+    UserError, with the row and column if there is one, for a file that cannot be read or holds no
+    schedule that can run.
     """
     path = Path(path)
     readers = {".csv": from_csv, ".txt": from_text, ".json": from_json}
@@ -69,7 +69,7 @@ def _decode(data: bytes) -> str:
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """Plain lists and strings that JSON can hold: everything that defines the schedule."""
+    """Everything that defines the schedule, as plain lists and strings that JSON can hold."""
     record = {
         "name": schedule.name,
         "placement": placement_words(schedule.virtual_stages),
@@ -83,7 +83,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_dict(record: Any, name: str = "json") -> Schedule:
-    """The schedule of a `to_dict`. UserError for anything else, with row and column in it."""
+    """The schedule of a `to_dict`. UserError, with row and column, for anything else."""
     known = ("name", "placement", "ticks", "orders")
     if not isinstance(record, dict) or not {"ticks", "orders"} & set(record):
         raise misplaced(1, 1, "expected an object with `ticks` or `orders`, a row for each stage")

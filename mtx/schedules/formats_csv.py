@@ -1,19 +1,19 @@
 """Schedules as CSV, in the notation of `torch.distributed.pipelining`.
 
-One row a stage, one op a cell: `{virtual_stage}{kind}{microbatch}`, nothing where the stage idles.
-Kinds are F, then B where the backward is whole, I and W where it is split. Where sequences are cut,
-for which torch has no notation, `{virtual_stage}{kind}{microbatch}/{slice}`.
+One row per stage, one op per cell: `{virtual_stage}{kind}{microbatch}`, empty if the stage idles.
+Kinds are F, and B if the backward is whole, or I and W if it is split. If sequences are cut, for
+which torch has no notation: `{virtual_stage}{kind}{microbatch}/{slice}`.
 
-A **tick** is one column for each kind that any stage runs in it, in the order F, B or I, W; so a
-column whose kind does not come after that of the column before begins the next tick. An empty
-column ends a tick that would otherwise go on; another one is a tick without work.
+A **tick** has one column for each kind that any stage runs in it, in the order F, B or I, W. So a
+column whose kind does not come after that of the previous column begins the next tick. An empty
+column ends a tick that would otherwise continue; any other empty column is a tick without work.
 
-Rows may also be **orders**, as in most of torch's own tables: where one column mixes kinds, or
-where no row leaves a cell empty before its last op. Each op then runs in the earliest tick that it
-can. A B among I and W is an I with its W behind it.
+Rows are **orders** instead, as in most of torch's own tables, if one column mixes kinds, or if no
+row leaves a cell empty before its last op. Each op then runs in the earliest possible tick. A B
+among I and W is an I followed by its W.
 
-Cells of communication (`0SEND_F3`, `0UNSHARD`, `0REDUCE_GRAD`) are read over: our step sends,
-gathers and reduces by itself, as the ops ask for it.
+Cells of communication (`0SEND_F3`, `0UNSHARD`, `0REDUCE_GRAD`) are skipped: our step sends,
+gathers and reduces by itself, as the ops need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mtx.schedules.schedule import Schedule
 
 _LETTERS = {False: "FB", True: "FIW"}  # of the kinds, by whether the backward is split
 _KINDS = {"F": F, "B": B, "W": W, "I": B + 3}  # modulo 3: the kind
-_ENDED = W + 1  # in place of the kind of the column before: the tick that it was of has ended
+_ENDED = W + 1  # in place of the previous column's kind: its tick has ended
 _OP = re.compile(r"([0-9]{1,6})([FIBW])([0-9]{1,6})(?:/([0-9]{1,6}))?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(
@@ -46,9 +46,9 @@ _COMMUNICATION = re.compile(
 
 
 def to_csv(schedule: Schedule, *, orders: bool = False) -> str:
-    """The ticks as CSV; with `orders` what a runtime with a program per stage runs, without gaps.
+    """The ticks as CSV; with `orders`, what a runtime with a program per stage runs, without gaps.
 
-    `_PipelineScheduleRuntime._load_csv` of torch takes either, unless sequences are cut.
+    torch's `_PipelineScheduleRuntime._load_csv` reads either, unless sequences are cut.
     """
     letters = _LETTERS[schedule.split]
     virtual_stages = schedule.virtual_stages.tolist()
@@ -78,7 +78,7 @@ def _columns(schedule: Schedule) -> np.ndarray:
     for tick, kinds in enumerate(runs.tolist()):
         first = kinds.index(True) if any(kinds) else _ENDED
         if before < first:
-            free += 1  # empty, or this tick would be read as a part of the one before
+            free += 1  # an empty column, else this tick would be read as part of the one before
             before = _ENDED
         free += first == _ENDED  # a tick without work
         for kind in np.flatnonzero(kinds).tolist():
@@ -90,7 +90,7 @@ def _columns(schedule: Schedule) -> np.ndarray:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule that a CSV holds; chunks are numbered by their virtual stages, lowest first.
 
-    UserError with row and column, from 1 as in a spreadsheet, where it holds none that can run.
+    UserError with row and column, from 1 as in a spreadsheet, if it holds none that can run.
     """
     lines = lines_of(text)
     if len(lines) > MOST_STAGES:
@@ -141,8 +141,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _ops(cell: str, stage: int, column: int) -> list[tuple[int, int, int, int]]:
-    """(letter, virtual stage, microbatch, slice) of a cell: of one op, of those that torch
-    overlaps, or of none, where it is communication."""
+    """(letter, virtual stage, microbatch, slice) of each op in a cell: one op, those that torch
+    overlaps, or none if it is communication."""
     if match := _OP.fullmatch(cell):
         virtual_stage, letter, microbatch, part = match.groups()
         part = WHOLE if part is None else int(part)
@@ -160,8 +160,8 @@ def _ops(cell: str, stage: int, column: int) -> list[tuple[int, int, int, int]]:
 def _ticks(
     stage: np.ndarray, column: np.ndarray, kind: np.ndarray, read_over: list[tuple[int, int]]
 ) -> np.ndarray | None:
-    """The tick of each cell, or None where rows are orders. read_over: cells that are not empty,
-    and hold no op."""
+    """The tick of each cell, or None if rows are orders. read_over: cells that are not empty but
+    hold no op."""
     of_column = np.full(int(column.max()) + 1, -1)
     of_column[column] = kind
     if (of_column[column] != kind).any():
@@ -172,7 +172,7 @@ def _ticks(
     filled = np.bincount(stage, minlength=stages)
     np.add.at(filled, [s for s, c in read_over if c < last[s]], 1)
     if stages > 1 and (filled == last + 1).all():
-        return None  # in a first tick all stages but one would have no input yet
+        return None  # in a first tick, all stages but one would lack their input
     ticks, tick, before = [], -1, _ENDED
     for this in of_column.tolist():
         tick += before == _ENDED or 0 <= this <= before

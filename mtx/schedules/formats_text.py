@@ -1,15 +1,15 @@
-"""Schedules as text: one row a stage, as one would write them on a board.
+"""Schedules as text: one row per stage, as one would write them on a board.
 
     placement vee
     stage 0: |F0.0|    |F1.0|F0.1 B0.1|...
     stage 1: |    |F0.0|...
 
-An op is a kind, F, B or W, a microbatch (`3/2`: its slice 2), and a chunk, which may be left out
-where stages have one. `|` stands before, between and behind ticks, each of which runs at most one
-F, one B and one W, in this order. Without any `|`, rows are orders, and each op runs in the
-earliest tick that it can. The label of a row may be left out, and `#` begins a comment. Virtual
-stages are looped where nothing else is said: `placement vee`, or those of every stage by chunk,
-`placement 0,3 1,2`.
+An op is a kind (F, B or W), a microbatch (`3/2`: its slice 2) and a chunk, which may be left out if
+stages have only one. `|` comes before, between and after ticks, each of which runs at most one F,
+one B and one W, in this order. Without any `|`, rows are orders, and each op runs in the earliest
+possible tick. The label of a row may be left out, and `#` begins a comment. Virtual stages are
+looped unless the file says otherwise: `placement vee`, or the virtual stages of every stage by
+chunk, `placement 0,3 1,2`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STAGE = re.compile(r"\s*stage\s+([0-9]{1,6})\s*:")
 
 
 class Row(NamedTuple):
-    """One row of text, and where it stands."""
+    """One row of text, and its place in the file."""
 
     number: int  # in the file, from 1
     before: int  # characters of the line before it
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def to_text(schedule: Schedule, *, orders: bool = False) -> str:
-    """The ticks as text, in columns; with `orders` what a runtime with a program per stage runs."""
+    """The ticks as text in columns; with `orders`, what a runtime with a program per stage runs."""
     rows = order_rows(schedule) if orders else tick_rows(schedule)
     width = len(f"stage {schedule.stages - 1}")
     labelled = [f"{f'stage {stage}'.rjust(width)}: {row}\n" for stage, row in enumerate(rows)]
@@ -92,7 +92,7 @@ def order_rows(schedule: Schedule) -> list[str]:
 
 
 def op_text(kind: int, item: int, chunk: int, schedule: Schedule) -> str:
-    """An op, all of it counted from 0: "F3" of microbatch 3, "F3.1" where stages have chunks."""
+    """An op, counting everything from 0: "F3" of microbatch 3, "F3.1" if stages have chunks."""
     place = f".{chunk}" if schedule.virtual > 1 else ""
     return f"{KINDS[kind]}{item_text(item, schedule.slices)}{place}"
 
@@ -100,7 +100,7 @@ def op_text(kind: int, item: int, chunk: int, schedule: Schedule) -> str:
 def from_text(text: str, name: str = "text") -> Schedule:
     """The schedule that a text holds.
 
-    UserError with row and column, of characters, where it holds none that can run.
+    UserError with row and column, in characters, if it holds none that can run.
     """
     placement = Row(1, 0, "looped")
     given = False
@@ -126,7 +126,7 @@ def from_text(text: str, name: str = "text") -> Schedule:
 
 
 def _place(placement: Row, stages: int, virtual: int) -> np.ndarray:
-    """int [C, P]: the virtual stages that "looped", "vee" or every stage's numbers say."""
+    """int [C, P]: the virtual stages given by "looped", "vee" or every stage's numbers."""
     words = placement.text.split()
     if words == ["vee"]:
         return vee_placement(stages, virtual)
@@ -152,7 +152,7 @@ def _place(placement: Row, stages: int, virtual: int) -> np.ndarray:
 def from_rows(
     name: str, placement: Row, rows: Sequence[Row], run: Sequence[Row] | None = None
 ) -> Schedule:
-    """From one row a stage, in ticks or orders; `run`: orders other than those of the ticks."""
+    """A schedule from one row per stage, in ticks or orders. run: orders, if not those of ticks."""
     if run is None:
         return build(name, _cells(rows, placement, ""))
     cells, orders = _cells(rows, placement, "ticks, "), _cells(run, placement, "orders, ")
@@ -204,7 +204,7 @@ def _cells(rows: Sequence[Row], placement: Row, where: str) -> Cells:
 def _ops(
     row: Row, stage: int, where: str, found: list[tuple[int, ...]], texts: list[str]
 ) -> int | None:
-    """Appends the ops of one row; how many ticks it has, or None where it is an order."""
+    """Appends the ops of one row; returns its number of ticks, or None if it is an order."""
     tokens = list(_TOKEN.finditer(row.text))
     bars = sum(token[0] == "|" for token in tokens)
     start = row.before + 1

@@ -1,6 +1,6 @@
-"""What each stage runs, op after op: a schedule as a runtime with a program per stage knows it.
+"""The ops of each stage in order: a schedule as a runtime with a program per stage sees it.
 
-An op is F, B or W of one (item, chunk). An **item** is a microbatch or, where sequences are cut,
+An op is F, B or W of one (item, chunk). An **item** is a microbatch or, if sequences are cut,
 one slice of it: item = microbatch * slices + slice. `pack` turns orders into the ticks of a table
 that runs in lock-step, `orders_of` turns ticks into orders.
 
@@ -30,13 +30,13 @@ class Op(NamedTuple):
     chunk: int
 
     def describe(self, slices: int = 1) -> str:
-        """ "F3.1": F of microbatch 3, chunk 1; "F3/2.1" where sequences are cut: its slice 2."""
+        """ "F3.1": F of microbatch 3, chunk 1; "F3/2.1" if sequences are cut: its slice 2."""
         item = f"{self.item}" if slices == 1 else f"{self.item // slices}/{self.item % slices}"
         return f"{KINDS[self.kind]}{item}.{self.chunk}"
 
 
 class BadOp(UserError):
-    """A schedule that cannot be, with the op that shows it."""
+    """An impossible schedule, with the op that shows it."""
 
     def __init__(self, message: str, *, stage: int, op: Op):
         super().__init__(message)
@@ -47,7 +47,7 @@ class BadOp(UserError):
 class Orders:
     """The ops of every stage, in the order in which it runs them; int32 [P, K] each.
 
-    Every stage runs the same number of ops: F and B, and W where they are split, of every item and
+    Every stage runs the same number of ops: F and B, and W if they are split, of every item and
     chunk.
     """
 
@@ -57,7 +57,7 @@ class Orders:
 
     @classmethod
     def from_lists(cls, stages: Sequence[Iterable[tuple[int, int, int]]]) -> Orders:
-        """From one list of (kind, item, chunk) a stage."""
+        """Orders from one list of (kind, item, chunk) per stage."""
         use = "a list of (kind, item, chunk) for each stage"
         require_kind("orders", stages, Iterable, use)
         rows = []
@@ -80,8 +80,8 @@ class Orders:
     def from_kinds(
         cls, stages: Sequence[Sequence[int]], microbatches: int, *, chunks: int = 1
     ) -> Orders:
-        """From chunks * kind + chunk of every op of a stage, the n-th of which is of microbatch n;
-        those beyond the last microbatch fall away."""
+        """Orders from chunks * kind + chunk of every op of a stage. The n-th op with a given number
+        is of microbatch n; ops beyond the last microbatch are dropped."""
         rows = []
         for codes in stages:
             code = np.array(codes, np.int32)
@@ -95,7 +95,7 @@ class Orders:
 
     @property
     def split(self) -> bool:
-        """Whether W is an op of its own, so that B is the gradient of the input alone."""
+        """Whether W is an op of its own, so that B is only the gradient of the input."""
         return bool((self.kind == W).any())
 
     def of(self, stage: int) -> list[Op]:
@@ -118,10 +118,10 @@ def _ops_of(stage: int, ops: list) -> np.ndarray:
 
 
 def _whole_numbers(what: str, values: Any, dims: tuple[str, ...]) -> np.ndarray:
-    """int of these dims; UserError where `values` are none, or no such array."""
+    """`values` as an int array of these dims; UserError if they cannot be one."""
     try:
         array = np.asarray(values)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # rows of different lengths
         array = np.array(None)
     if array.ndim != len(dims) or not array.size or array.dtype.kind not in "iu":
         raise UserError(
@@ -132,7 +132,7 @@ def _whole_numbers(what: str, values: Any, dims: tuple[str, ...]) -> np.ndarray:
 
 
 def check_ticks(name: str, tables: Sequence[Any], slices: int) -> tuple[np.ndarray, ...]:
-    """`tables` as arrays int [I, C, P]; UserError where they are not, or of several shapes."""
+    """`tables` as arrays int [I, C, P]; UserError if they are not, or if their shapes differ."""
     dims = "item", "chunk", "stage"
     arrays = tuple(
         _whole_numbers(f"schedule {name!r}: the ticks of {kind} are", table, dims)
@@ -155,7 +155,7 @@ def check_ticks(name: str, tables: Sequence[Any], slices: int) -> tuple[np.ndarr
 def check_placement(
     name: str, virtual_stages: Any, stages: int, *, chunks: int | None = None
 ) -> np.ndarray:
-    """`virtual_stages` as an array int [C, P]; UserError where it is none, of other sizes, or does
+    """`virtual_stages` as an array int [C, P]; UserError if it is not one, has other sizes, or does
     not have each virtual stage once."""
     what = f"schedule {name!r}: virtual_stages are"
     array = _whole_numbers(what, virtual_stages, ("chunk", "stage"))
@@ -175,13 +175,13 @@ def stages_in_order(virtual_stages_CP: np.ndarray) -> np.ndarray:
 
 
 def chunks_in_order(virtual_stages_CP: np.ndarray) -> np.ndarray:
-    """int [C*P]: the chunk of its stage that every virtual stage is."""
+    """int [C*P]: the chunk that every virtual stage is on its stage, in model order."""
     chunk = np.broadcast_to(np.arange(len(virtual_stages_CP))[:, None], virtual_stages_CP.shape)
     return chunk.ravel()[np.argsort(virtual_stages_CP.ravel())]
 
 
 def orders_of(*tables: np.ndarray) -> Orders:
-    """The orders of the ticks [I, C, P] of F, B and, where split, W: by tick, and in this turn."""
+    """The orders given by ticks [I, C, P] of F, B and, if split, W: by tick, then by kind."""
     items, chunks, stages = tables[0].shape
     when = np.stack([3 * ticks.astype(np.int64) + kind for kind, ticks in enumerate(tables)])
     order = np.argsort(when.reshape(-1, stages), axis=0, kind="stable").T
@@ -224,9 +224,9 @@ def pack(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The earliest ticks (F, B, W), int32 [I, C, P], in which stages can run these orders.
 
-    A tick takes from each stage at most one F, one B and one W, in this order, as far as they come
+    In a tick each stage runs at most one F, one B and one W, in this order, as far as they come
     next in its list and their inputs have arrived: from another stage, in the tick before at the
-    latest. Raises UserError where the stages wait for one another for ever.
+    latest. Raises UserError if the stages wait for one another for ever.
     """
     chunks, stages = virtual_stages_CP.shape
     items = int(orders.item.max()) + 1

@@ -1,9 +1,9 @@
-"""Which layer lives where: the only place that knows both model order and (stage, chunk) order.
+"""Which layer is where: the only module that knows both model order and (stage, chunk) order.
 
-A model's layers are of one or more kinds. In memory those of a kind are stacked
-[P, C_kind, N_kind, ...] with zeros where a chunk has fewer of them than another; on disk and in
+A model's layers are of one or more kinds. In memory the layers of a kind are stacked
+[P, C_kind, N_kind, ...], with zeros where a chunk has fewer of them than another; on disk and in
 every canonical tree they are [L_kind, ...] in model order. A chunk without layers of a kind has no
-row in its stack: of an encoder and a decoder in two chunks each stage holds one of either.
+row in its stack: if an encoder and a decoder take two chunks, each stage holds one row of either.
 
 Legend: L layers (L_kind: of a kind) · P stages · C chunks per stage (C_kind: those that have layers
 of a kind, on the stage with most of them) · N places for layers in one chunk (N_kind: for those of
@@ -42,7 +42,7 @@ class Period(NamedTuple):
     runs: tuple[KindRun, ...]
 
     def of_kind(self, kind: str) -> int:
-        """Layers of a kind."""
+        """The number of layers of a kind in one repeat."""
         return sum(run.count for run in self.runs if run.kind == kind)
 
 
@@ -52,7 +52,7 @@ class Placement:
 
     layer: np.ndarray  # int32 [P, C, N]: the layer in each place, or EMPTY
     pattern: tuple[str, ...]  # the kind of each layer, in model order
-    row_a_chunk: bool = False  # in every kind's stack, also of chunks that have none of it
+    row_a_chunk: bool = False  # in every kind's stack, even for chunks that have none of it
 
     @cached_property
     def count(self) -> np.ndarray:
@@ -72,14 +72,14 @@ class Placement:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """In the order in which a model has them first."""
+        """The kinds of layers, in the order in which they first occur in the model."""
         return tuple(dict.fromkeys(self.pattern))
 
     @cached_property
     def kind(self) -> np.ndarray:
-        """int32 [P, C, N]: which of `kinds` the layer in each place is of, or EMPTY."""
+        """int32 [P, C, N]: the index in `kinds` of the layer in each place, or EMPTY."""
         of_layer = np.array([*map(self.kinds.index, self.pattern), EMPTY])
-        return of_layer[self.layer].astype(np.int32)  # EMPTY, -1, reads the last
+        return of_layer[self.layer].astype(np.int32)  # EMPTY, which is -1, reads the last
 
     @cached_property
     def chunk_kinds(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
@@ -91,13 +91,13 @@ class Placement:
 
     @cached_property
     def first_kind(self) -> str | None:
-        """Of all chunks' first layers; None where they differ, or chunks have none."""
+        """The kind of every chunk's first layer; None if they differ, or a chunk has no layers."""
         first, *others = {kinds[:1] for chunks in self.chunk_kinds for kinds in chunks}
         return None if others or not first else first[0]
 
     @cached_property
     def index(self) -> np.ndarray:
-        """int32 [P, C, N]: where each layer stands among those of its kind in its chunk."""
+        """int32 [P, C, N]: the index of each layer among those of its kind in its chunk."""
         index = np.zeros_like(self.layer)
         for number in range(len(self.kinds)):
             same = self.kind == number
@@ -109,7 +109,7 @@ class Placement:
         return np.flatnonzero(np.array(self.pattern) == kind)
 
     def rows_of(self, kind: str) -> np.ndarray:
-        """int [P, C]: the row of each chunk in a kind's stack; any, where it has none of it."""
+        """int [P, C]: the row of each chunk in a kind's stack; arbitrary if it has none of it."""
         there = (self.kind == self.kinds.index(kind)).any(axis=-1)
         if self.row_a_chunk or there.all(axis=1).any():
             return np.broadcast_to(np.arange(there.shape[1]), there.shape)
@@ -117,7 +117,7 @@ class Placement:
 
     @cached_property
     def row(self) -> np.ndarray | None:
-        """int32 [P, kinds, C]: `rows_of` each kind; None where each chunk has its own of all."""
+        """int32 [P, kinds, C]: `rows_of` each kind; None if every row is its chunk's number."""
         rows = np.stack([self.rows_of(kind) for kind in self.kinds], axis=1).astype(np.int32)
         return None if (rows == np.arange(rows.shape[-1])).all() else rows
 
@@ -139,8 +139,8 @@ class Placement:
 
     @cached_property
     def periods(self) -> tuple[Period, ...] | None:
-        """What every chunk of every stage consists of, in the fewest runs; None where they
-        differ."""
+        """The periods that every chunk of every stage consists of, in the fewest runs; None if
+        chunks differ."""
         chunks = self.kind.reshape(-1, self.kind.shape[-1])
         if not self.even or (chunks != chunks[0]).any():
             return None
@@ -148,7 +148,7 @@ class Placement:
         return tuple(_period(chunk, stretch) for stretch in stretches(chunk))
 
     def describe(self) -> str:
-        """One line a stage: the layers of each of its chunks."""
+        """One line per stage: the layers of each of its chunks."""
         lines = []
         for stage, chunks in enumerate(self.layer):
             spans = [_span(layers[layers != EMPTY]) for layers in chunks]
@@ -175,13 +175,13 @@ def place_layers(
     row_a_chunk: bool = False,
 ) -> Placement:
     """Places layers in model order on the pipe*virtual virtual stages. layers: the kind of each, or
-    their number where they are of one kind, "block"; `virtual_stages` int [C, P]: which one each
-    chunk of each stage is, c*P + s where not given; row_a_chunk: see `Placement`.
+    their number if all are of one kind, "block". virtual_stages: int [C, P], the virtual stage of
+    each chunk of each stage, by default c*P + s. row_a_chunk: see `Placement`.
 
-    "even": the same number on each, else a UserError. "balanced": so that the heaviest is as light
-    as can be, by the `costs` of layers in any unit; where they cost the same, or nothing is said of
-    it, counts differ by one at most, and the lighter ones stand first and last. A tuple: the number
-    of layers of each.
+    stage_layers: "even": the same number on each, else a UserError. "balanced": the heaviest is as
+    light as possible, by the `costs` of layers in any unit; if these are equal or not given, counts
+    differ by at most one, and the lighter ones come first and last. A tuple: the number of layers
+    of each.
     """
     pattern = ("block",) * layers if isinstance(layers, int) else tuple(layers)
     number, layers = pipe * virtual, len(pattern)
@@ -231,9 +231,9 @@ def _balance(layers: int, number: int) -> np.ndarray:
 
 
 def _weigh(costs: np.ndarray, number: int) -> np.ndarray:
-    """Of all ways to cut the layers into so many parts of one or more, one whose heaviest part is
-    the lightest, and of these one whose squares add up to the least: by dynamic programming over
-    (parts, layers that are in them)."""
+    """The numbers of layers in `number` parts of one or more, cut so that the heaviest part is as
+    light as possible and, among such cuts, the sum of squares is least: by dynamic programming over
+    (parts, layers in them)."""
     ends = np.concatenate([[0.0], costs.cumsum()])
     part = ends[None] - ends[:, None]  # [i, j]: of layers i to j - 1
     part[np.tril_indices(len(ends))] = np.inf

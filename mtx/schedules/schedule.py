@@ -1,12 +1,12 @@
-"""A pipeline schedule as a table: what every stage does in every tick, and where it keeps it.
+"""A pipeline schedule as a table: what every stage does in every tick, and where it keeps values.
 
-A **tick** is one step of the pipeline scan: one F, one B and, where they are split, one W, each of
-which a stage may sit out. Who makes a schedule (see `makers`) says in which tick each op runs or in
-which order; `Schedule` checks that and derives the rest: which stages are idle, which slot of the
-stash each microbatch takes, what travels where, when the embedding and the head run. The program
-(see `program`) reads the table and knows no schedule's name.
+A **tick** is one step of the pipeline scan: one F, one B and, if W is split from B, one W, each of
+which a stage may skip. A maker (see `makers`) gives the tick in which each op runs, or the order of
+ops; `Schedule` checks that and derives the rest: which stages are idle, which slot of the stash
+each microbatch takes, what travels where, when the embedding and the head run. The program (see
+`program`) reads the table and knows no schedule's name.
 
-Legend: M microbatches · I items: microbatches or, where sequences are cut, their slices · C chunks
+Legend: M microbatches · I items: microbatches or, if sequences are cut, their slices · C chunks
 per stage (v) · P stages (p) · T ticks.
 Chunk c of stage s is virtual stage virtual_stages[c, s]; 0 takes the embedding, C*P - 1 feeds the
 head.
@@ -55,7 +55,7 @@ def vee_placement(stages: int, virtual: int = 2) -> np.ndarray:
 
 
 class Phase(NamedTuple):
-    """The ticks [start, stop), in which some stage has an F, a B, or a W."""
+    """The ticks [start, stop), and whether any stage has an F, a B or a W in them."""
 
     start: int
     stop: int
@@ -66,10 +66,10 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """A checked table. Ticks and virtual stages define it, the rest is derived from them."""
+    """A checked table. Ticks and virtual stages define it; the rest is derived from them."""
 
     name: str
-    tables: tuple[np.ndarray, ...]  # ticks int [I, C, P] of F, B and, where split from B, W
+    tables: tuple[np.ndarray, ...]  # ticks int [I, C, P] of F, B and, if split from B, W
     virtual_stages: np.ndarray  # int [C, P]
     slices: int  # of each microbatch's sequences
     orders: Orders  # what a runtime with a program per stage runs
@@ -89,9 +89,9 @@ class Schedule:
     ) -> Schedule:
         """The schedule that runs F, B and W of (item, chunk, stage) in the given ticks [I, C, P].
 
-        virtual_stages: int [C, P], looped where not given. orders: where a runtime with a program
-        per stage would run the ops in another order than that of the ticks. Raises UserError where
-        these are no such arrays, or naming the first op that overlaps another or runs before its
+        virtual_stages: int [C, P], looped by default. orders: those of a runtime with a program per
+        stage, if it would run the ops in another order than that of the ticks. Raises UserError if
+        these are not such arrays, or about the first op that overlaps another or runs before its
         input.
         """
         tables = (forward_ticks, backward_ticks)
@@ -106,16 +106,16 @@ class Schedule:
             orders=orders or orders_of(*tables),
         )  # fmt: skip
         schedule._check_inputs_ready()
-        _ = schedule.halves  # which finds ops in one another's ticks
+        _ = schedule.halves  # which finds ops that share a tick
         return schedule
 
     @classmethod
     def from_orders(
         cls, name: str, orders: Orders, *, virtual_stages: np.ndarray | None = None, slices: int = 1
     ) -> Schedule:
-        """The schedule whose stages run these orders, each op in the earliest tick that can be.
+        """The schedule whose stages run these orders, each op in the earliest possible tick.
 
-        Raises UserError where an op is missing or twice, or stages wait for one another for ever.
+        Raises UserError if an op is missing or twice, or stages wait for one another for ever.
         """
         require_kind("orders", orders, Orders, "Orders, as of mtx.Orders.from_lists")
         if virtual_stages is None:
@@ -129,8 +129,8 @@ class Schedule:
 
     @cached_property
     def woven(self) -> Schedule:
-        """The same where a tick's F and B run side by side: the head runs a tick before the B that
-        it feeds, and all B and W are a tick later where one would be in the tick of its F."""
+        """The same for ticks whose F and B run side by side: the head runs a tick before the B that
+        it feeds, and all B and W run a tick later if one would be in the tick of its F."""
         last = np.s_[:, *self.last_virtual_stage]
         late = int((self.backward_ticks[last] == self.forward_ticks[last]).any())
         forward, *others = self.tables
@@ -185,7 +185,7 @@ class Schedule:
 
     @cached_property
     def _stash(self) -> Ring:
-        """From F to B."""
+        """Slots of the stash from F to B."""
         computes = np.zeros(self.ticks, bool)
         for phase in self.phases:
             computes[phase.start : phase.stop] = phase.forward
@@ -198,14 +198,14 @@ class Schedule:
 
     @cached_property
     def weight_stash(self) -> Ring | None:
-        """From B to W."""
+        """Slots of the stash from B to W; None if they are not split."""
         if self.weight_ticks is None:
             return None
         return assign_slots(self.backward_ticks, self.weight_ticks, self.ticks)
 
     @cached_property
     def halves(self) -> tuple[Half, ...]:
-        """F, B and, where it is split, W: in the order in which a tick runs them."""
+        """F, B and, if it is split, W: in the order in which a tick runs them."""
         slots = [self._stash.write, self._stash.read]
         slots += [self.weight_stash.read] if self.weight_stash else []
         return tuple(
@@ -227,43 +227,43 @@ class Schedule:
 
     @cached_property
     def receives(self) -> tuple[Route, ...]:
-        """Activations, from the stage of the virtual stage before."""
+        """Routes of activations, from the stage of the virtual stage before."""
         senders = _senders(self.virtual_stages, -1)
         return routes(self._arrivals[F], self.forward_ticks, self.ticks, senders)
 
     @cached_property
     def gradient_receives(self) -> tuple[Route, ...]:
-        """Gradients, from the stage of the virtual stage after."""
+        """Routes of gradients, from the stage of the virtual stage after."""
         senders = _senders(self.virtual_stages, 1)
         return routes(self._arrivals[B], self.backward_ticks, self.ticks, senders)
 
     @cached_property
     def outputs(self) -> Ring:
-        """The last virtual stage's output, until the head reads it."""
+        """Slots of the last virtual stage's output until the head reads it."""
         last = self.virtual_stages == self.virtual_stages.max()
         read = self.backward_ticks - self.head_ahead
         return ring(np.where(last, self.forward_ticks, IDLE), read, self.ticks)
 
     @cached_property
     def cache(self) -> Ring | None:
-        """Of a sliced sequence: keys and values, from its first F to its last B. Slots for each F
-        and B of it."""
+        """Slots of a sliced sequence's keys and values, from its first F to its last B: given for
+        each F and B of it. None if sequences are not sliced."""
         return cache(self.forward_ticks, self.backward_ticks, 0, self.slices, self.ticks)
 
     @cached_property
     def gradient_cache(self) -> Ring | None:
-        """The gradients of `cache`, from its first B to its last."""
+        """Slots of the gradients of these keys and values, from the first B to the last."""
         ticks, last = self.backward_ticks, self.slices - 1
         return cache(ticks, ticks, last, self.slices, self.ticks)
 
     @cached_property
     def first_virtual_stage(self) -> tuple[int, int]:
-        """(chunk, stage) of the one that takes the embedding."""
+        """(chunk, stage) of the virtual stage that takes the embedding."""
         return tuple(np.argwhere(self.virtual_stages == 0)[0].tolist())
 
     @cached_property
     def last_virtual_stage(self) -> tuple[int, int]:
-        """(chunk, stage) of the one that feeds the head."""
+        """(chunk, stage) of the virtual stage that feeds the head."""
         return tuple(np.argwhere(self.virtual_stages == self.virtual_stages.max())[0].tolist())
 
     @cached_property
@@ -272,7 +272,7 @@ class Schedule:
         return by_tick(self.forward_ticks[:, *self.first_virtual_stage], self.ticks)
 
     def enters(self, ahead: int) -> np.ndarray:
-        """int32 [T]: the same of so many ticks after this one."""
+        """int32 [T]: `embed` as it is `ahead` ticks after each tick."""
         return np.append(self.embed, np.full(ahead, IDLE, np.int32))[ahead:]
 
     @cached_property
@@ -287,7 +287,7 @@ class Schedule:
         return by_tick(self.backward_ticks[:, *self.first_virtual_stage], self.ticks)
 
     def left(self, before: int) -> np.ndarray:
-        """int32 [T]: the same of so many ticks before this one."""
+        """int32 [T]: `embed_backward` as it was `before` ticks before each tick."""
         return np.append(np.full(before, IDLE, np.int32), self.embed_backward)[: self.ticks]
 
     @cached_property
@@ -304,17 +304,17 @@ class Schedule:
 
     @property
     def receive_slots(self) -> int:
-        """Inputs of one stage that are kept for a later tick than that of their arrival."""
+        """Slots of one stage for inputs that are used in a later tick than they arrive in."""
         routes = (*self.receives, *self.gradient_receives)
         return self.outputs.slots + sum(route.ring.slots for route in routes)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks cut where F, B or W begin or cease to occur on any stage.
+        """The ticks, cut where F, B or W begin or cease to occur on any stage.
 
-        What arrives for a later F or B is taken in by the F or B of its tick, even if all stages
-        sit it out. A table that changes too often is cut where the fewest ticks get a kind of op
-        that none of their stages has: each phase is a scan of its own to compile.
+        A value that arrives for a later F or B is received by the F or B of the tick in which it
+        arrives, even if all stages are idle in it. A table that changes too often is cut so that
+        the fewest ticks get a kind of op none of their stages has: each phase is a scan to compile.
         """
         kinds = np.zeros((self.ticks, 3), bool)
         for kind, table in enumerate(self.tables):
@@ -338,8 +338,8 @@ class Schedule:
 
     @cached_property
     def _arrivals(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ticks [I, C, P] at which the inputs of F and of B arrive from their neighbours; IDLE
-        where none does."""
+        """Ticks [I, C, P] in which the inputs of F and of B arrive from their neighbours; IDLE if
+        none does."""
         chunks, stages = (
             order(self.virtual_stages) for order in (chunks_in_order, stages_in_order)
         )
@@ -387,7 +387,7 @@ def _most_waiting(first: Half, then: Half) -> np.ndarray:
 
 
 def _senders(virtual_stages: np.ndarray, step: int) -> np.ndarray:
-    """int [C, P]: the stage of the virtual stage `step` places further on; its own at the end."""
+    """int [C, P]: the stage of the virtual stage `step` places further; its own at the end."""
     stage = stages_in_order(virtual_stages)
     return stage[np.clip(virtual_stages + step, 0, len(stage) - 1)]
 

@@ -1,9 +1,9 @@
 """The best table for a shape: every maker's, with every number of chunks, priced as we run it.
 
-The price is the makespan in lock-step, which is what our scan does; what a runtime with a program
-per stage would need stands beside it. Memory is what the scan allocates: ring slots of the stash
-and, where W is split from B, those that wait for W; the same number on every stage. What waits in
-rings, and the keys and values of cut sequences, come on top.
+The price is the makespan in lock-step, as our scan runs; the makespan of a runtime with a program
+per stage is given next to it. Memory is what the scan allocates: ring slots of the stash and, if W
+is split from B, those that wait for W; the same number on every stage. Receive slots, and the keys
+and values of cut sequences, come on top.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Times
 from mtx.schedules.simulate import bubble_text, simulate
 
-_MOST_OPS = 2**18  # of a table: a dozen and more are compared, one after another
-WORTH_SAYING = 0.1  # of a makespan: by how much a program per stage must be faster to be mentioned
+_MOST_OPS = 2**18  # of a table: a dozen or more are compared, one after another
+WORTH_SAYING = 0.1  # share of the makespan that a program per stage must save to be mentioned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Candidate:
     name: str
     virtual: int
     slices: int
-    schedule: Schedule | None  # None where there is none for this shape
+    schedule: Schedule | None  # None if there is none for this shape
     lockstep: float = math.inf  # makespan, in the unit of the times
     asynchronous: float = math.inf  # makespan
     bubble_over_ideal: float = math.inf  # in lock-step
@@ -41,12 +41,12 @@ class Candidate:
 
     @property
     def for_comparison(self) -> bool:
-        """Whether it is made for a program per stage, so that ours does not run it at its price."""
+        """Whether it is made for a program per stage, so that ours takes longer than its price."""
         return not MAKERS[self.name].lockstep
 
     @property
     def label(self) -> str:
-        """The name, with the numbers of chunks and slices where they are not 1."""
+        """The name, with the numbers of chunks and slices if they are not 1."""
         chunks = f" v={self.virtual}" if self.virtual > 1 else ""
         return self.name + chunks + (f" slices={self.slices}" if self.slices > 1 else "")
 
@@ -66,15 +66,15 @@ def search_schedules(
 
     virtuals, slices: the numbers to try; memory_limit: stashes of a whole stage; weight_share: the
     part of a stash that stays from B to W; layers: of the model, to leave out numbers of chunks
-    over which they do not divide. Less time comes first, then less memory, then fewer chunks and
-    slices, then the order of the makers.
+    that do not divide them. Less time comes first, then less memory, then fewer chunks and slices,
+    then the order of the makers.
     """
     times = times or Times()
     found = []
     for name, virtual, cuts in _parameters(virtuals, slices):
         candidate = Candidate(name=name, virtual=virtual, slices=cuts, schedule=None)
         refusal = _refusal(candidate, stages, virtuals, layers)
-        if stages * virtual * cuts * (microbatches + stages) > _MOST_OPS:  # with what idles
+        if stages * virtual * cuts * (microbatches + stages) > _MOST_OPS:  # idle slots included
             refusal = f"too large a table to be compared, of more than {_MOST_OPS:,} ops"
         if refusal is None:
             try:
@@ -92,7 +92,7 @@ def search_schedules(
 
 
 def choose(found: Sequence[Candidate]) -> Candidate:
-    """The first of `search_schedules` that is made for lock-step. UserError where none fits."""
+    """The first of `search_schedules` that is made for lock-step. UserError if none fits."""
     for candidate in found:
         if candidate.fits and not candidate.for_comparison:
             return candidate
@@ -161,7 +161,7 @@ def _with_reasons(ranked: Sequence[Candidate], limit: float | None) -> Iterator[
     leader = None  # the first of those with this table
     for place, candidate in enumerate(ranked):
         if candidate.schedule is None:
-            yield candidate  # which says why already
+            yield candidate  # which already has its reason
         elif not candidate.fits:
             over = f"keeps {candidate.memory:.4g} stashes, over the limit of {limit:g}"
             yield replace(candidate, reason=over)

@@ -1,4 +1,4 @@
-"""What a schedule is made for: how many microbatches, stages and chunks, and how long ops take.
+"""The input of a schedule's maker: microbatches, stages and chunks, and how long ops take.
 
 Letters as in the papers: m microbatches · p stages · v chunks a stage · F, B, W times
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mtx.schedules.schedule import Schedule
 
 
-# Of a stash: what stays of it from B to W, where they are split. In Qi et al., ICLR'24, 0.37 and
+# The share of a stash that stays from B to W, if they are split. In Qi et al., ICLR'24, 0.37 and
 # 0.43 (their table 1, for the models of tables 5 and 6).
 WEIGHT_SHARE = 0.5
 
@@ -29,16 +29,16 @@ WEIGHT_SHARE = 0.5
 class Times:
     """How long the ops of one microbatch take, in any unit, summed over the chunks of a stage.
 
-    An op of one chunk takes 1/v of it, one of a slice 1/slices of that. Where B and W are not
-    split, their sum is what B takes.
+    An op of one chunk takes 1/v of it, and an op of one slice 1/slices of that. If B and W are not
+    split, B takes the sum of both.
     """
 
     forward: float = 1.0
-    backward: float = 1.0  # of the input
+    backward: float = 1.0  # of the input gradient
     weight: float = 1.0
     comm: float = 0.0  # from the end of an op to its output's arrival at another stage
-    stage_factors: tuple[float, ...] | None = None  # of every stage; None: all are equal
-    # F, B and W of every stage, in place of all but `comm`: to simulate, not to make schedules for.
+    stage_factors: tuple[float, ...] | None = None  # of each stage; None: all are equal
+    # F, B and W of every stage, in place of all but `comm`: for simulation, not for makers.
     stage_times: tuple[tuple[float, float, float], ...] | None = None
 
     def __post_init__(self):
@@ -60,7 +60,7 @@ class Times:
 
     @property
     def only_ops(self) -> bool:
-        """Whether stages are equal and sends take no time, as most closed forms have it."""
+        """Whether stages are equal and sends take no time, as most closed forms assume."""
         return self.comm == 0 and len(set(self.stage_factors or (1.0,))) == 1
 
     def of_stages(self, stages: int) -> np.ndarray:
@@ -76,7 +76,7 @@ MOST_OPS = 2**18  # F of all stages: twice those of 64 stages of 4 chunks, 512 m
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a maker is given."""
+    """The arguments of a maker."""
 
     microbatches: Sequences
     stages: Stages
@@ -109,17 +109,18 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """One way to make schedules, and what its authors say of it."""
+    """One way to make schedules, and what its authors state about it."""
 
     make: Callable[[Shape], Schedule]
     source: str
-    # Made for one program in lock-step, as ours. One for a program per stage is a table to compare
-    # with: it runs and gives the same gradients, in more time than its authors' price.
+    # Whether it is made for one program in lock-step, like ours. One made for a program per stage
+    # is for comparison: it runs and gives the same gradients, but takes longer than its authors'
+    # price.
     lockstep: bool = True
     virtual: int | None = None  # the only number of chunks it knows; None: any
     sliced: bool = False  # may cut sequences into slices
     default_virtual: int = 1
     default_slices: int = 1
-    # Closed forms, where there are some that hold for this shape, else None.
+    # Closed forms; None if there are none that hold for the shape.
     bubble_over_ideal: Callable[[Shape], float | None] = lambda shape: None
     in_flight: Callable[[Shape], np.ndarray | None] = lambda shape: None  # per stage

@@ -1,11 +1,11 @@
 """When every op of a schedule runs, what the schedule costs, and what it keeps meanwhile.
 
-Two models of cost. **Asynchronous**: a program per stage, as Megatron's or torch's: an op starts
-when its stage has finished the op before and its input has arrived. **Lock-step**: one program for
-all stages, as ours: every tick lasts as long as its longest stage, plus one `comm` where any stage
-sends in it. That is the price where sends overlap with computation, as XLA:GPU could. XLA's CPU
-runtime blocks at the send of F, so that a tick there lasts max F + max (B + W): `deferred_zb` then
-costs what `aligned_zb` does (experiments/bench_schedules.py, which prices it so).
+There are two models of cost. **Asynchronous**: a program per stage, as in Megatron or torch: an op
+starts when its stage has finished the previous op and its input has arrived. **Lock-step**: one
+program for all stages, like ours: every tick lasts as long as its longest stage, plus one `comm` if
+any stage sends in it. That is the price if sends overlap with computation, as XLA:GPU could do.
+XLA's CPU runtime blocks at the send of F, so that a tick lasts max F + max (B + W) there, and
+`deferred_zb` costs as much as `aligned_zb` (experiments/bench_schedules.py uses this price).
 
 Legend: P stages · K ops of one stage · T ticks · C chunks · I items
 """
@@ -25,7 +25,7 @@ from mtx.schedules.schedule import Schedule
 from mtx.schedules.shape import WEIGHT_SHARE, Times
 
 Model = Literal["asynchronous", "lockstep"]
-NOTHING = -1  # where an op waits for no other stage
+NOTHING = -1  # for an op that waits for no other stage
 
 
 def bubble_text(bubble_over_ideal: float) -> str:
@@ -35,12 +35,12 @@ def bubble_text(bubble_over_ideal: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """One schedule's ops in time, which is in the unit of `times`."""
+    """When the ops of one schedule run, in the unit of `times`."""
 
     schedule: Schedule
     times: Times
     model: Model
-    weight_share: float  # of a stash: what stays of it from B to W
+    weight_share: float  # the share of a stash that stays from B to W
     orders: Orders  # the ops that start and end belong to
     start: np.ndarray  # float [P, K]
     end: np.ndarray  # float [P, K]
@@ -52,7 +52,7 @@ class Simulation:
 
     @cached_property
     def cost(self) -> float:
-        """The longest that a stage takes from its first op's start to its last op's end (Qi et al.,
+        """The longest time of a stage from its first op's start to its last op's end (Qi et al.,
         ICLR'24, section 5.3); shorter than the makespan, as stages begin one after another."""
         return float((self.end.max(axis=1) - self.start.min(axis=1)).max())
 
@@ -65,12 +65,12 @@ class Simulation:
     @property
     def bubble_over_ideal(self) -> float:
         """The bubble: idle time over ideal time, of the average stage (Narayanan et al., SC'21,
-        section 2.2). What a stage waits for sends, and for slower stages, is idle time."""
+        section 2.2). Time that a stage waits for sends, or for slower stages, is idle time."""
         return (self.makespan - self.ideal) / self.ideal
 
     @property
     def zero_bubble_rate(self) -> float:
-        """(cost - ideal) / cost: what the zero-bubble papers call bubble rate, another measure."""
+        """(cost - ideal) / cost: the zero-bubble papers' "bubble rate", another measure."""
         return (self.cost - self.ideal) / self.cost
 
     @cached_property
@@ -82,7 +82,7 @@ class Simulation:
     @cached_property
     def peak_memory(self) -> np.ndarray:
         """float [P]: the most kept at once, in stashes of a whole stage: 1.0 is what one microbatch
-        keeps of all chunks of one stage."""
+        keeps for all chunks of one stage."""
         return self._memory[..., 0].max(axis=1)
 
     def memory_over_time(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,9 +109,9 @@ def simulate(
     model: Model = "asynchronous",
     weight_share: float = WEIGHT_SHARE,
 ) -> Simulation:
-    """Runs a schedule's orders (asynchronous) or its ticks (lockstep) in the given times.
+    """Runs a schedule's orders (asynchronous) or its ticks (lockstep) with the given times.
 
-    weight_share: the part of a stash that stays from B to W where they are split. 1.0 frees nothing
+    weight_share: the part of a stash that stays from B to W if they are split. 1.0 frees nothing
     before W, which is how the papers of the V-shaped schedules count; 0.0 frees all of it with B.
     """
     require_kind("schedule", schedule, Schedule, "a table, as of mtx.make('1f1b', ...)")
@@ -196,7 +196,7 @@ def _run_asynchronous(
 def _senders(schedule: Schedule) -> np.ndarray:
     """int [P, K]: stage * K + position of the op of another stage that sends each op its input.
 
-    NOTHING where the input is a stage's own: then its order says that it is there.
+    NOTHING if the input is from the same stage: then its order ensures that it is there.
     """
     orders = schedule.orders
     stages, ops = orders.kind.shape

@@ -17,14 +17,14 @@ IDLE = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Half:
-    """One kind of op (F, B or W) of every tick, which has two, or three where W is split.
+    """One half of every tick: its F, B or W. A tick has two halves, or three if W is split from B.
 
     All arrays are int32 [T, P].
     """
 
-    item: np.ndarray  # IDLE where the stage sits it out
+    item: np.ndarray  # IDLE where the stage has no such op
     chunk: np.ndarray  # 0 where idle
-    slot: np.ndarray  # of the stash: F writes it (where idle, a free one), B reads it; W: its own
+    slot: np.ndarray  # of the stash: F writes it (a free one if idle), B reads it; W has its own
 
     @cached_property
     def busy(self) -> np.ndarray:
@@ -48,17 +48,17 @@ class Half:
 class Ring:
     """Slots for values that wait for the tick that uses them; int32 [T, P] each.
 
-    `slots` is 0 where every value is used in the tick of its arrival: then nothing is kept.
+    `slots` is 0 if every value is used in the tick of its arrival: then nothing is kept.
     """
 
-    write: np.ndarray  # the slot for this tick's arrival (a free one where nothing arrives)
+    write: np.ndarray  # the slot for this tick's arrival (a free one if nothing arrives)
     read: np.ndarray  # the slot of the value that this tick uses
     slots: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
-    """One way that values take between stages, and their ring at its end."""
+    """One route of values between stages, and the ring that holds them at its end."""
 
     by: int  # from stage s to stage (s + by) mod P; 0: they stay
     ring: Ring
@@ -68,7 +68,7 @@ class Route:
 def tabulate(
     name: str, kind: int, ticks_ICP: np.ndarray, ticks: int, slot: np.ndarray, slices: int
 ) -> Half:
-    """The ops that run in the given ticks."""
+    """The half that runs these ops in the given ticks. BadOp if two are in one tick of a stage."""
     stages = ticks_ICP.shape[2]
     item = np.full((ticks, stages), IDLE, np.int32)
     chunk = np.zeros((ticks, stages), np.int32)
@@ -91,7 +91,7 @@ def tabulate(
 def routes(
     arrival: np.ndarray, use: np.ndarray, ticks: int, senders: np.ndarray
 ) -> tuple[Route, ...]:
-    """The ways that the inputs of these ops take; `senders`: int [C, P], where each comes from."""
+    """The routes of the inputs of these ops. senders: int [C, P], the stage that sends each."""
     stages = use.shape[2]
     by_CP = (np.arange(stages) - senders) % stages
     travels = arrival != IDLE
@@ -107,8 +107,8 @@ def routes(
 
 
 def cache(begin: np.ndarray, end: np.ndarray, first: int, slices: int, ticks: int) -> Ring | None:
-    """One slot for each (microbatch, chunk), from the `begin` of slice `first` to the `end` of
-    slice 0; `write` and `read` hold it at every begin and end of a slice. None without slices."""
+    """One slot for each (microbatch, chunk), held from the `begin` of slice `first` to the `end` of
+    slice 0; `write` and `read` give it at every begin and end of a slice. None without slices."""
     if slices == 1:
         return None
     part = np.arange(len(begin))[:, None, None] % slices
@@ -134,14 +134,14 @@ def assign_slots(
 ) -> Ring:
     """Gives each item the lowest slot that is free from its write to its read, both included.
 
-    That is interval colouring: no assignment needs fewer slots. A stage without a write in a tick
-    is given a slot that nobody holds, so that a program which writes in every tick does no harm;
-    or in those of `writes`, bool [T].
+    This is interval colouring: no assignment needs fewer slots. A stage without a write in a tick
+    is given a free slot, so that a program may write in every tick, or in those of `writes`, bool
+    [T], without harm.
     """
     stages = write_ticks.shape[2]
     stage = np.broadcast_to(np.arange(stages), write_ticks.shape)
     items = write_ticks != IDLE
-    until = np.full((ticks, stages), IDLE)  # the read of what is written in each tick
+    until = np.full((ticks, stages), IDLE)  # when the value written in each tick is read
     until[write_ticks[items], stage[items]] = read_ticks[items]
     write = np.zeros((ticks, stages), np.int32)
     read = np.zeros((ticks, stages), np.int32)
@@ -149,7 +149,7 @@ def assign_slots(
     every = np.arange(stages)
     for tick in range(ticks) if writes is None else np.flatnonzero(writes):
         slot = (held_until < tick).argmax(axis=1)
-        if (held_until[every, slot] >= tick).any():  # a stage has no free one
+        if (held_until[every, slot] >= tick).any():  # a stage has no free slot
             held_until = np.pad(
                 held_until, ((0, 0), (0, held_until.shape[1])), constant_values=IDLE
             )

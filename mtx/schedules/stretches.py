@@ -1,4 +1,4 @@
-"""A sequence with its repetitions written out once: layers of several kinds as loops."""
+"""A sequence with each repetition written once, so that layers of several kinds run as loops."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Elements that are alike, one behind the other."""
+    """Equal elements that follow one another."""
 
-    place: int  # of the first
+    place: int  # of the first element
     count: int
 
 
 class Stretch(NamedTuple):
-    """Runs that come `times` times, one after the other; their places are those of the first
-    time."""
+    """Runs that are repeated `times` times; their places are those of the first repetition."""
 
     runs: tuple[Run, ...]
     times: int = 1
 
     @property
     def size(self) -> int:
-        """The elements of all runs, once."""
+        """The number of elements in one repetition."""
         return sum(run.count for run in self.runs)
 
 
 def stretches(sequence: Sequence, *, nested: bool = True) -> tuple[Stretch, ...]:
-    """All of the sequence, in the fewest runs. nested: whether what comes more than once may have
-    runs of several elements in it."""
+    """The whole sequence, in the fewest runs. nested: whether a stretch that is repeated may have
+    runs of several elements."""
     end = len(sequence)
-    best: dict[int, tuple[int, tuple[Stretch, ...]]] = {end: (0, ())}  # of all from a place on
+    best: dict[int, tuple[int, tuple[Stretch, ...]]] = {end: (0, ())}  # of the rest from a place on
     for first in reversed(range(end)):
         ways = []
         for stretch in _from(sequence, first, nested):
@@ -42,7 +41,7 @@ def stretches(sequence: Sequence, *, nested: bool = True) -> tuple[Stretch, ...]
 
 
 def _from(sequence: Sequence, first: int, nested: bool) -> Iterator[Stretch]:
-    """Those that can begin there: what comes more than once, a run, and the beginning of one."""
+    """The stretches that can begin at `first`: repeated ones, a run, and beginnings of that run."""
     rest = sequence[first:]
     run = 1 + _alike(rest, rest[1:])
     for size in range(run + 1, len(rest) // 2 + 1):
@@ -56,12 +55,12 @@ def _from(sequence: Sequence, first: int, nested: bool) -> Iterator[Stretch]:
 
 
 def _alike(one: Sequence, other: Sequence) -> int:
-    """How many elements they begin with are the same."""
+    """The number of elements at their beginnings that are the same."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 def _runs(sequence: Sequence, first: int) -> tuple[Run, ...]:
-    """first: the place of its first element."""
+    """The runs of a sequence. first: the place of its first element."""
     runs = []
     for _, alike in groupby(sequence):
         runs.append(Run(first, sum(1 for _ in alike)))

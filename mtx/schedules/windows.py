@@ -1,7 +1,7 @@
-"""Ticks in which a chunk's parameters are gathered, and its gradients scattered, beside others.
+"""Ticks of other chunks beside which a chunk's parameters are gathered and its gradients scattered.
 
 ZeRO-1 gathers all parameters before the first tick and scatters all gradients after the last. But a
-pipeline with v > 1 begins with the first chunks, and ends with them.
+pipeline with v > 1 needs only the first chunks at its beginning, and at its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mtx.schedules.schedule import Phase, Schedule
 
 
 class Window(NamedTuple):
-    """Ticks of a chunk; none where start == stop."""
+    """The ticks [start, stop) for a chunk; none if start == stop."""
 
     chunk: int
     start: int
@@ -28,8 +28,8 @@ class Window(NamedTuple):
 
 
 def gather_windows(schedule: Schedule) -> tuple[Window, ...]:
-    """For each chunk the ticks before its first F, from the first F of the chunk before it; none
-    for the first."""
+    """For each chunk, the ticks from the first F of the chunk before it up to its own first F; none
+    for the first chunk."""
     first = schedule.forward_ticks.min(axis=(0, 2)).tolist()
     order = np.argsort(first, kind="stable").tolist()
     windows = [Window(order[0], 0, 0)]
@@ -38,8 +38,8 @@ def gather_windows(schedule: Schedule) -> tuple[Window, ...]:
 
 
 def scatter_windows(schedule: Schedule) -> tuple[Window, ...]:
-    """For each chunk the ticks after its last B and W, to the last of the chunk after it; none for
-    the last."""
+    """For each chunk, the ticks after its last B and W up to those of the chunk after it; none for
+    the last chunk."""
     ends = np.max([table.max(axis=(0, 2)) for table in schedule.tables[1:]], axis=0)
     last = (ends + 1).tolist()
     order = np.argsort(last, kind="stable").tolist()
@@ -49,7 +49,7 @@ def scatter_windows(schedule: Schedule) -> tuple[Window, ...]:
 
 
 def cut(phases: Iterable[Phase], windows: Iterable[Window]) -> tuple[Phase, ...]:
-    """The phases, each within a window or outside of all."""
+    """The phases, cut so that each is within a window or outside all windows."""
     edges = {edge for window in windows for edge in (window.start, window.stop)}
     found = []
     for phase in phases:

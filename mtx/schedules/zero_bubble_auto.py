@@ -1,11 +1,11 @@
 """The automatic zero-bubble order: greedy in time, under a memory limit.
 
-After the heuristic of Qi et al., ICLR'24 (arXiv 2401.10241), section 3.1. Microbatch by microbatch,
-the stages run one more F, first to last, then B of this microbatch, last to first. W goes where a
-stage would otherwise wait, or must make room for an F; what is left of it comes last. Three rules
-may go either way, and every combination is tried.
+It follows the heuristic of Qi et al., ICLR'24 (arXiv 2401.10241), section 3.1. For each microbatch
+the stages run one more F, first to last, then the B of this microbatch, last to first. W runs when
+a stage would otherwise wait, or must make room for an F; the remaining Ws come last. Three rules
+have two variants each, and every combination is tried.
 
-An order is a list of kinds a stage: the n-th F of a stage is that of microbatch n, as are B and W.
+An order is a list of kinds per stage: its n-th F is that of microbatch n, and so for B and W.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Costs(NamedTuple):
 def automatic_kinds(
     shape: Shape, *, memory_limit: float, weight_share: float, below: float = math.inf
 ) -> list[list[int]] | None:
-    """The kinds [P][3 M] of the order whose longest stage takes least time, from its first op to
-    its last; None where no order takes less than `below`.
+    """The kinds [P][3 M] of the order whose longest stage takes the least time from its first op to
+    its last; None if no order takes less than `below`.
 
-    A stage never keeps more than memory_limit (at least 1) stashes: 1 from F to B and weight_share
-    from B to W.
+    A stage never keeps more than memory_limit (at least 1) stashes, each counted as 1 from F to B
+    and as weight_share from B to W.
     """
     costs = _Costs.of(shape)
     most = math.floor(min(memory_limit, shape.microbatches) + 1e-9)
@@ -57,10 +57,10 @@ def automatic_kinds(
 
 
 def _count_warm_up(costs: _Costs, microbatches: int, most: int, delay_backward: bool) -> list[int]:
-    """How many F each stage runs before its first B: as many as there is time for until that B.
+    """How many Fs each stage runs before its first B: as many as there is time for until that B.
 
-    delay_backward: whether one more may run where it would end too late for that B. A stage runs
-    fewer than the one before it, where that does not run them all.
+    delay_backward: whether one more may run even if it ends too late for that B. A stage runs fewer
+    than the stage before it, unless that one runs them all.
     """
     stages = len(costs.forward)
     ends, end = [], -costs.comm  # of the first F
@@ -84,7 +84,7 @@ def _count_warm_up(costs: _Costs, microbatches: int, most: int, delay_backward: 
 
 
 class _Greedy:
-    """One run of the heuristic, op after op; all lists are one entry a stage."""
+    """One run of the heuristic, op after op; all lists have one entry per stage."""
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class _Greedy:
         self.in_flight = [0] * stages  # between F and B
         self.pending = [0] * stages  # between B and W
         self.f_ends: list[list[float]] = [[] for _ in range(stages)]
-        self.b_end = 0.0  # of the stage after, this microbatch
-        # What each stage takes, from first op to last: all of its work and its waits so far.
+        self.b_end = 0.0  # of this microbatch, on the stage after
+        # Time of each stage from its first op to its last: all its work, and its waits so far.
         work = zip(costs.forward, costs.backward, costs.weight, strict=True)
         self.takes = [microbatches * sum(times) for times in work]
         self.longest = max(self.takes)
 
     def finish(self, warm_up: Sequence[int], *, below: float) -> bool:
-        """Whether the longest stage takes less than that; gives up where it cannot."""
+        """Runs all ops; whether the longest stage takes less than `below`. Stops if it cannot."""
         stages = range(len(warm_up))
         for stage in stages:
             for _ in range(warm_up[stage]):
@@ -160,10 +160,10 @@ class _Greedy:
             self.clock[stage] += count * self.costs.weight[stage]
 
     def _wait(self, stage: int, arrival: float) -> None:
-        """Until an input arrives, run W.
+        """Runs W until an input arrives.
 
-        One that ends after the arrival runs where the wait would make this stage the longest one,
-        and else as the rule says.
+        A W that ends after the arrival runs if waiting would make this stage the longest one;
+        otherwise the rule `fill` decides.
         """
         gap = arrival - self.clock[stage]
         close, weight = self.costs.close, self.costs.weight[stage]
@@ -186,17 +186,16 @@ class _Greedy:
         return self.longest - self.takes[stage] + self.costs.close
 
     def _count_weights_to_fit(self, stage: int) -> int:
-        """How many W must run before there is memory for one more F."""
+        """How many Ws must run before there is memory for one more F."""
         share = self.weight_share
         over = self.in_flight[stage] + 1 + share * self.pending[stage] - self.memory_limit
-        # Without a share F always fits: as many run as B, and the warm-up's fitted.
+        # Without a share, F always fits: one runs for each B, and those of the warm-up fitted.
         return math.ceil((over - 1e-9) / share) if over > 1e-9 and share else 0
 
     def _stages_to_run_forward(self) -> list[int]:
-        """The stages that run an F in this round: the last one and those before it, as far back as
-        there is no stage that holds its F back.
+        """The stages that run an F in this round: those after the last stage that holds its F back.
 
-        A stage that does makes the ones before it do so too: else they would run ahead of it.
+        That stage makes the ones before it hold theirs back too: else they would run ahead of it.
         """
         running: list[int] = []
         for stage in reversed(range(len(self.clock))):
@@ -208,8 +207,8 @@ class _Greedy:
         return running[::-1]
 
     def _may_hold_forward(self, stage: int) -> bool:
-        """Whether it costs nothing to run B before the next F, for which the next stage, two or
-        more F behind, has no hurry."""
+        """Whether it costs nothing to run B before the next F, which the next stage, two or more Fs
+        behind, does not need yet."""
         if stage == len(self.clock) - 1 or self.begun[stage] < self.begun[stage + 1] + 2:
             return False
         costs, clock = self.costs, self.clock
@@ -220,5 +219,5 @@ class _Greedy:
             return True
         weights = self._count_weights_to_fit(stage) * costs.weight[stage]
         if weights + costs.forward[stage] <= wait + costs.close:
-            return False  # there is time for F until then
+            return False  # there is time for F before that B
         return wait <= self._slack(stage)

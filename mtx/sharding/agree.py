@@ -17,11 +17,11 @@ _rounds: Counter[str] = Counter()  # a key of the service can be set only once
 def agree(
     subject: str, said: str, decide: Callable[[Sequence[str]], str], *, timeout_s: float
 ) -> str:
-    """What process 0 decides from what every process has said, the same on all of them.
+    """The decision that process 0 makes from what every process has said, on all of them.
 
-    To be called by all processes, for one subject in the same order. A UserError that `decide`
-    raises, all raise. Raises TimeoutError where some process has not spoken, or process 0 not
-    decided, within the time.
+    All processes must call this, for each subject in the same order. If `decide` raises a
+    UserError, all of them raise it. Raises TimeoutError if some process has not spoken, or process
+    0 has not decided, within the time.
     """
     if jax.process_count() == 1:
         return decide([said])
@@ -33,7 +33,7 @@ def agree(
             client.key_value_set(f"{key}/{jax.process_index()}", said)
         else:
             all_said = [said, *_take_all(client, key, timeout_ms)]
-            # They have all come this far, so nobody needs the decision before this one.
+            # All processes have come this far, so none needs the previous decision any more.
             client.key_value_delete(f"mtx_agree/{subject}/{_rounds[subject] - 1}/decision")
             try:
                 decision = _DECIDED + decide(all_said)
@@ -51,7 +51,7 @@ def agree(
 
 
 def _take_all(client, key: str, timeout_ms: int) -> Iterator[str]:
-    """What the others have said, which the service then forgets."""
+    """What the other processes have said; each key is then deleted from the service."""
     for process in range(1, jax.process_count()):
         yield client.blocking_key_value_get(f"{key}/{process}", timeout_ms)
         client.key_value_delete(f"{key}/{process}")

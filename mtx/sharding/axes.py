@@ -1,7 +1,7 @@
-"""The axes of the device mesh, and what each splits: the one place that lists them.
+"""The axes of the device mesh, and what each splits: the only place that lists them.
 
-An axis is a record in `MESH` and its size, a field of `mtx.config.Layout`. Over which axes anything
-is summed follows from what they split.
+An axis is a record in `MESH`, and its size is a field of `mtx.config.Layout`. What the axes split
+decides over which of them anything is summed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Axis:
 
     name: str
     splits: Splits
-    rare: bool = False  # few ask for it: not shown where it has one device
+    rare: bool = False  # seldom used: not shown if it has one device
 
     def __post_init__(self):
         if self.splits not in (known := get_args(Splits)):
@@ -34,7 +34,7 @@ class Axis:
 MESH = (
     Axis("pipe", "layers"),
     Axis("data", "batch"),
-    Axis("expert", "batch", rare=True),  # and the experts: their weights name it
+    Axis("expert", "batch", rare=True),  # and the experts, whose weights name it
     Axis("context", "sequence", rare=True),
     Axis("tensor", "weights"),
 )
@@ -48,19 +48,19 @@ AXES = tuple(axis.name for axis in MESH)
 RARE = tuple(axis.name for axis in MESH if axis.rare)
 BATCH = axes_that_split("batch")
 SEQUENCE = axes_that_split("sequence")
-TOKENS = axes_that_split("batch", "sequence")  # along them devices have the same weights, but for
-# those that name one of them, as experts do: see `replica_axes`
+TOKENS = axes_that_split("batch", "sequence")  # along them devices have the same weights, except
+# for weights that name one of them, as experts do: see `replica_axes`
 
 
 def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
-    """The axes that shard an array of that PartitionSpec."""
+    """The axes that shard an array with that PartitionSpec."""
     entries = [entry for entry in spec if entry is not None]
     return tuple(a for e in entries for a in (e if isinstance(e, tuple) else (e,)))
 
 
 def replica_axes(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
-    """The axes along which devices have the same shard of an array of that PartitionSpec, and other
-    tokens: over them ZeRO shards it and its gradient is summed."""
+    """The axes along which devices have the same shard of an array with that PartitionSpec, but
+    other tokens: ZeRO shards the array over them, and its gradient is summed over them."""
     sharded = axes_of(spec)
     return tuple(axis for axis in TOKENS if axis not in sharded)
 
@@ -68,8 +68,8 @@ def replica_axes(spec: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...
 def sum_axes(
     spec: Iterable[str | tuple[str, ...] | None], *, sequence_parallel: bool
 ) -> tuple[str, ...]:
-    """The axes over which a parameter's gradient is summed, of those that do not shard it: devices
-    along them have seen other tokens; with sequence parallelism, along those that split weights as
-    well."""
+    """The axes over which a parameter's gradient is summed: those that do not shard it and along
+    which devices have seen other tokens. With sequence parallelism this is also true of the axes
+    that split weights."""
     partial = ("batch", "sequence", "weights") if sequence_parallel else ("batch", "sequence")
     return tuple(axis for axis in axes_that_split(*partial) if axis not in axes_of(spec))

@@ -1,4 +1,4 @@
-"""Biases of linear layers, and sums over rows, of which their gradients are made.
+"""Biases of linear layers, and the sums over rows that are their gradients.
 
 Legend: B rows · S sequence · N all positions of a device · F a device's outputs
 """
@@ -13,7 +13,7 @@ from jax import lax
 from mtx.sharding.custom_vjp import custom_vjp
 from mtx.sharding.mesh import Axes
 
-_ROWS = 128  # which are summed at once
+_ROWS = 128  # summed at once
 
 
 @custom_vjp(2)
@@ -23,8 +23,8 @@ def add_bias(y, b, axes: Axes):
 
 
 def apart(y, axes: Axes):
-    """What a matmul gives, before its bias: given that as well, XLA:GPU's matmul would no longer
-    read its weight where it lies."""
+    """A matmul's output, kept apart from its bias: a matmul of XLA:GPU that also takes the bias
+    would no longer read its weight in place."""
     return lax.optimization_barrier(y) if axes.in_place else y
 
 
@@ -35,7 +35,7 @@ add_bias.defvjp(
 
 @custom_vjp(2)
 def add_bias_once(y, b, axes: Axes):
-    """`add_bias` to parts of a sum over `tensor`: on its first device."""
+    """`add_bias` to the parts of a sum over `tensor`: only on its first device."""
     return add_bias(y, jnp.where(lax.axis_index(axes.tensor) == 0, b, 0), axes)
 
 
@@ -55,13 +55,13 @@ def bias_gradient(dy):
 
 
 def as_matrix(dy):
-    """dy_NF, as the matmuls take it: XLA would copy dy once more in the shape of a bias."""
+    """dy_NF, in the shape that matmuls take: in a bias's shape XLA would copy dy once more."""
     return dy.reshape(dy.shape[0] * dy.shape[1], -1)
 
 
 def over_rows(a):
-    """The sum over all dims but the last, in two steps: of some thousand rows XLA:GPU would write
-    what is summed to memory first, or read it slowly."""
+    """The sum over all dims but the last, in two steps: in one sum over some thousand rows XLA:GPU
+    would first write the summands to memory, or read them slowly."""
     if math.prod(a.shape[:-1]) % _ROWS == 0 and math.prod(a.shape[:-1]) > _ROWS:
         a = lax.optimization_barrier(a.reshape(-1, _ROWS, a.shape[-1]).sum(axis=1))
     return a.sum(axis=tuple(range(a.ndim - 1)))

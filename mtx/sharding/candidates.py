@@ -1,4 +1,4 @@
-"""The likeliest tokens where the vocabulary is sharded.
+"""The likeliest tokens when the vocabulary is sharded.
 
 Legend: B rows · v this device's part of the vocabulary · k candidates
 """
@@ -12,10 +12,10 @@ from mtx.sharding.mesh import Axes
 
 
 def candidates(logits_Bv, count: int, limit, axes: Axes):
-    """(ids int32, logits) [B, k] of the k = `count` largest below id `limit`, on every device: the
-    largest first, of equal ones the lower id. Fewer where the vocabulary has fewer.
+    """(ids int32, logits) [B, k] of the k = `count` largest logits with ids below `limit`, on every
+    device: the largest first, among equals the lower id. Fewer if the vocabulary has fewer.
 
-    An all-gather of [B, k] twice over the vocabulary's shards. A NaN is the largest of all.
+    Two all-gathers of [B, k] over the vocabulary's shards. A NaN counts as the largest of all.
     """
     size = logits_Bv.shape[-1]
     first = lax.axis_index(axes.vocab) * size if axes.vocab else 0
@@ -32,7 +32,7 @@ def candidates(logits_Bv, count: int, limit, axes: Axes):
 
 
 def _largest(values_Bn, count: int):
-    """(values, places) [B, k]; `lax.top_k` sorts, which one does not need."""
+    """(values, indices) [B, k]; `lax.top_k` sorts, which k = 1 does not need."""
     if count == 1:
         places_B = jnp.argmax(values_Bn, axis=1)
         return values_Bn.max(axis=1)[:, None], places_B[:, None]

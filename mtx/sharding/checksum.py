@@ -1,6 +1,6 @@
-"""Checksums of local arrays, and tables of one number a device. In `shard_map`.
+"""Checksums of local arrays, and tables of one number per device. In `shard_map`.
 
-Legend: P stages · D replicas · T tensor shards
+Legend: P stages · D replicas · E expert shards · C context shards · T tensor shards
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by the bytes of an elem
 
 
 def checksum(tree: Tree):
-    """uint32 [] of the local arrays of a tree; a bit that flips changes it, and any other change
-    leaves it as it was once in 2^32.
+    """uint32 []: the checksum of a tree's local arrays. One flipped bit always changes it; any
+    other change leaves it as it was once in 2^32.
 
-    Every element's bits are multiplied by an odd number that follows from its place, mixed, and
-    summed. Neither loses a bit; without the mixing, flips of high bits, such as signs, would cancel
-    in the sum. Elements have at most four bytes.
+    Every element's bits are multiplied by an odd number that depends on its position, mixed, and
+    summed. Multiplying and mixing lose no bit; without the mixing, flips of high bits, such as
+    signs, would cancel in the sum. Elements have at most four bytes.
     """
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
@@ -44,16 +44,16 @@ def _weighed_sum(a):
 
 
 def _mix(words):
-    """Each bit of a word changes about half of the others; one to one. The finalizer of
-    MurmurHash3 (Appleby, public domain)."""
+    """The finalizer of MurmurHash3 (Appleby, public domain): one to one, and each bit of a word
+    changes about half of the others."""
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
 
 
 def on_each_device(value, sizes: Sequence[int]):
-    """[*value, P, D, C, T] on every device: what each of them has. All-reduce of the table over the
-    mesh of those `sizes`."""
+    """[*value, P, D, E, C, T] on every device: the value of each device. An all-reduce of this
+    table over the mesh, whose axes have these `sizes`."""
     place = tuple(lax.axis_index(axis) for axis in AXES)
     table = jnp.zeros((*value.shape, *sizes), value.dtype)
     return lax.psum(table.at[(..., *place)].set(value), AXES)

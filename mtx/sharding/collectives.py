@@ -1,8 +1,8 @@
-"""Collectives with the gradients that Megatron gives them; each is the identity where axis is None.
+"""Collectives with the gradients that Megatron gives them; each is the identity if axis is None.
 
-Inside the step's `shard_map` (check_vma=False) the transpose of a bare `psum` is wrong by the size
-of the axis, so each of these pairs says its own backward. Bytes are what a device sends for an
-array of n bytes (the whole one, before or after) on an axis of size t, by ring algorithms.
+Inside the step's `shard_map` (check_vma=False) the transpose of a bare `psum` is wrong by a factor
+of the axis size, so each of these pairs defines its own backward. Bytes are what a device sends for
+an array of n bytes (the whole one, before or after) on an axis of size t, by ring algorithms.
 
 Legend: x_BSD is whole, x_BsD its shard of the sequence over `tensor`.
 """

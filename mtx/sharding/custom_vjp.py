@@ -1,4 +1,4 @@
-"""`jax.custom_vjp` with types: a function that it decorates keeps its own."""
+"""`jax.custom_vjp` with types: a decorated function keeps its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R", covariant=True)
 
 
 class CustomVJP(Protocol[P, R]):
-    """A function that is told its backward pass."""
+    """A function whose backward pass is given by `defvjp`."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -21,6 +21,6 @@ class CustomVJP(Protocol[P, R]):
 
 
 def custom_vjp(*static: int) -> Callable[[Callable[P, R]], CustomVJP[P, R]]:
-    """A decorator; static: the positions of arguments that are no arrays."""
+    """A decorator. static: the positions of arguments that are not arrays."""
     decorator: Any = partial(jax.custom_vjp, nondiff_argnums=static)
     return decorator

@@ -1,16 +1,17 @@
 """Tokens on their way to their experts and back: none is dropped here, whatever the router says.
 
-Each expert has room for a little more than its even share of a device's tokens. What does not fit
-waits for further, smaller rounds, as many as the fullest expert of the group needs: hardly ever one
-(`Layout.expert_room`). So shapes are fixed, memory is bounded, and values depend neither on room
-nor on layout. Tokens are sorted by expert; all moves, backward too, are gathers by index.
+Each expert has room for slightly more than its even share of a device's tokens. Tokens that do not
+fit wait for further, smaller rounds, as many as the fullest expert of the group needs: hardly ever
+one (`Layout.expert_room`). So shapes are fixed, memory is bounded, and values depend neither on
+room nor on layout. Tokens are sorted by expert; every move, also in the backward pass, is a gather
+by index.
 
-The devices of `Axes.experts` have e of the E experts each. "alltoall": a token is sent to those of
-its experts, n k room D (R-1)/R elements there and as many back. "gathered": all of them gather all
-tokens, and reduce-scatter what comes out, n D (R-1) elements each.
+Each device along `Axes.experts` has e of the E experts. "alltoall": a token is sent to the devices
+of its experts, n k room D (R-1)/R elements there and as many back. "gathered": all these devices
+gather all tokens and reduce-scatter the results, n D (R-1) elements each.
 
-Legend: n tokens of a device · k choices of each · E experts (e: of a device) · R devices that share
-them · C room of an expert for the tokens of one device · D hidden
+Legend: n tokens of a device · k choices of a token · E experts (e: of a device) · R devices that
+share them · C room of an expert for the tokens of one device · D hidden
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ Tree = Any
 # (weights of e experts, x_emD, gates float32 [e, m, 1]) -> y_emD, each row times its gate
 Compute = Callable[[Tree, jax.Array, jax.Array], jax.Array]
 _LATER = 4  # rounds after the first have a quarter of its room
-_UNIT = 8  # of the rows that tensor cores take
+_UNIT = 8  # tensor cores take multiples of this many rows
 PRODUCTS = "of_experts"  # the name of experts' matmuls in a program
-_MOST = 2**31  # that int32 counts; `mtx.costs.trace` asks for more rows, which nobody runs
-LATER_ROUNDS = "later_rounds"  # the name of what runs only where experts are too full
+_MOST = 2**31  # rows that int32 counts; `mtx.costs.trace` traces more, which nobody runs
+LATER_ROUNDS = "later_rounds"  # the name of what runs only if experts are too full
 
 
 class Queues(NamedTuple):
-    """Which choices wait at which expert, in the order of tokens; int32."""
+    """The choices that wait at each expert, in the order of tokens; int32."""
 
     order: jax.Array  # [n k] choices (token * k + rank), by expert
-    starts_E: jax.Array  # where those of an expert begin
+    starts_E: jax.Array  # where each expert's choices begin in `order`
     counts_E: jax.Array
-    expert_nk: jax.Array  # of each choice; E: of none
-    place_nk: jax.Array  # in the queue of its expert
+    expert_nk: jax.Array  # the expert of each choice; E: no expert
+    place_nk: jax.Array  # of each choice in the queue of its expert
 
     @classmethod
     def of(cls, ids_nk, experts: int) -> Queues:
-        """ids: of experts; from `experts` on, choices of none."""
+        """ids: of experts; ids from `experts` on are choices of no expert."""
         ids = jnp.minimum(ids_nk.ravel(), experts)
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
         numbers = jnp.arange(order.size, dtype=jnp.int32)
@@ -72,7 +73,7 @@ class Queues(NamedTuple):
         return _rows(self.order, at), places < self.counts_E[:, None]
 
     def slots_of(self, first, room: int):
-        """(the slot [n, k] of each choice, of E times C, whether it has one)"""
+        """(the slot [n, k] of each choice, among E times C, whether it has one)"""
         places = self.place_nk - first
         there = (self.expert_nk < len(self.counts_E)) & (places >= 0) & (places < room)
         return jnp.where(there, self.expert_nk * room + places, 0), there
@@ -83,8 +84,8 @@ class Queues(NamedTuple):
 
 
 def _rows(array, at):
-    """array[at], where nothing is counted from the end: JAX would add the number of rows, of which
-    a plan has more than `_MOST`."""
+    """array[at] without counting from the end: for that JAX would add the number of rows, which in
+    a plan is more than `_MOST`."""
     return array.at[at].get(wrap_negative_indices=False)
 
 
@@ -93,7 +94,7 @@ def _zero_unless(there, rows):
 
 
 def _sum_of_choices(queues: Queues, y_ECD, first):
-    """[n, D]: for each token the sum of what is in the slots of its choices, in float32."""
+    """[n, D]: for each token the sum over the slots of its choices, taken in float32."""
     experts, room, size = y_ECD.shape
     rows, total = y_ECD.reshape(experts * room, size), 0
     slots_nk, there_nk = queues.slots_of(first, room)
@@ -110,7 +111,7 @@ def _of_tokens(queues: Queues, x_nD, first, room: int):
 
 @custom_vjp(3)
 def to_slots(x_nD, queues: Queues, first, room: int):
-    """x_ECD of the tokens in the slots of a round, zeros in empty ones. Backward: `from_slots`."""
+    """x_ECD: the tokens in a round's slots, zeros in empty slots. Backward: `from_slots`."""
     return _of_tokens(queues, x_nD, first, room)
 
 
@@ -142,7 +143,7 @@ from_slots.defvjp(
 
 @custom_vjp(3)
 def gates_to_slots(gates_nk, queues: Queues, first, room: int):
-    """[E, C, 1]: the gate of what is in each slot, 0 in empty ones."""
+    """[E, C, 1]: the gate of the choice in each slot, 0 in empty slots."""
     choice_EC, used_EC = queues.slots(first, room)
     return _zero_unless(used_EC, _rows(gates_nk.ravel(), choice_EC))[..., None]
 
@@ -167,7 +168,7 @@ gates_to_slots.defvjp(
 
 @custom_vjp(1)
 def _exchange(parts, axes: tuple[str, ...]):
-    """[R, ...]: of what each device has for each one, what all have for this one. Backward: the
+    """[R, ...]: what all devices have for this one, from what this one has for each. Backward: the
     same."""
     return lax.all_to_all(parts, axes, 0, 0, tiled=True)
 
@@ -204,21 +205,21 @@ _scatter.defvjp(
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the tokens of a device meet their experts, and what these compute."""
+    """How a device's tokens reach their experts, and what the experts compute."""
 
     compute: Compute
     experts: int  # E
     room: int  # C, in the first round
-    later: int  # and in each after it
+    later: int  # the same in each later round
     axes: tuple[str, ...]  # along which experts are split
     shards: int  # R
-    gathers: bool  # all tokens come to all devices; else each is sent
+    gathers: bool  # all devices gather all tokens; otherwise each token is sent
 
     @classmethod
     def of(
         cls, compute: Compute, *, experts: int, tokens: int, choices: int, rows: int, axes: Axes
     ):
-        """For so many tokens of a device, in so many rows, with so many choices each."""
+        """The way for `tokens` of a device, in `rows` rows, with `choices` of experts each."""
         room = math.ceil(axes.expert_room * (tokens // rows) * choices / experts)
         room = room if room <= _UNIT else -(-room // _UNIT) * _UNIT
         later = -(-room // _LATER)
@@ -233,7 +234,8 @@ class Way:
         return not self.axes
 
     def queues(self, ids_nk) -> Queues:
-        """Of this device's tokens at all experts; where it gathers, of all tokens at its own."""
+        """The queues of this device's tokens at all experts; if it gathers, those of all tokens at
+        its own experts."""
         if self._alone or not self.gathers:
             return Queues.of(ids_nk, self.experts)
         own = self.experts // self.shards
@@ -242,7 +244,7 @@ class Way:
         return Queues.of(jnp.where((ids >= 0) & (ids < own), ids, own), own)
 
     def rounds_after_first(self, queues: Queues):
-        """int32 [], the same on all devices that share experts."""
+        """The number of later rounds, int32 [], the same on all devices that share experts."""
         left = jnp.maximum(queues.counts_E.max() - self._first_room, 0)
         rounds = -(-left // self._later_room)
         return rounds if self._alone else lax.pmax(rounds, self.axes)
@@ -256,11 +258,11 @@ class Way:
         return self.later * (self.shards if self.gathers else 1)
 
     def first_round(self, queues: Queues, x_nD, gates_nk, weights: Tree):
-        """y_nD of the choices that it takes."""
+        """y_nD of the choices that fit the first round."""
         return self._round(queues, 0, self._first_room, x_nD, gates_nk, weights)
 
     def later_round(self, queues: Queues, number, x_nD, gates_nk, weights: Tree):
-        """Of round `number`, from 0."""
+        """y_nD of later round `number`, counted from 0."""
         first = self._first_room + number * self._later_room
         return self._round(queues, first, self._later_room, x_nD, gates_nk, weights)
 
@@ -292,10 +294,11 @@ class Way:
 
 @custom_vjp(4)
 def through_experts(x_nD, gates_nk, ids_nk, weights: Tree, way: Way):
-    """y_nD: for each token the sum of what its experts make of it, times their gates.
+    """y_nD: for each token the sum of its experts' outputs, times their gates.
 
-    ids_nk int32, `way.experts` for a choice of none; gates_nk float32; weights: of this device's e
-    experts. Kept for the backward pass is what the first round's needs; later ones run again.
+    ids_nk int32, `way.experts` for a choice of no expert; gates_nk float32; weights: of this
+    device's e experts. Only the first round's residuals are kept for the backward pass; later
+    rounds run again.
     """
     return _forward(x_nD, gates_nk, ids_nk, weights, way)[0]
 
@@ -323,7 +326,7 @@ def _backward(way, saved, dy_nD):
         later = partial(way.later_round, queues, number)
         return jax.vjp(later, x_nD, gates_nk, weights)[1](dy_nD)
 
-    # In two loops, so that W can be cut off: what makes the weights' gradients needs no other part.
+    # Two loops, so that W can be cut off: the loop of the weights' gradients needs no other part.
     def loop(these: slice, total):
         def add(carry):
             number, total = carry

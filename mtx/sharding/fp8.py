@@ -1,22 +1,23 @@
-"""Tensors in float8 with one scale each, and their matmuls (Micikevicius et al. 2022).
+"""Float8 tensors with one scale each, and their matmuls (Micikevicius et al. 2022).
 
-A linear layer's three matmuls take two such tensors: of activations and weights in e4m3, of output
-gradients in e5m2 (format "hybrid", as Transformer Engine calls it) or in e4m3 as well. Scales are
-powers of two, so that another largest magnitude rounds all elements the same, except those below
-the least normal number, 2^-15 of the largest magnitude (e4m3) or 2^-30 (e5m2). By recipe:
+Each of a linear layer's three matmuls takes two such tensors: activations and weights are in e4m3,
+output gradients in e5m2 (format "hybrid", as Transformer Engine calls it) or in e4m3 as well.
+Scales are powers of two, so that a change of the largest magnitude rounds all elements the same,
+except those below the least normal number, 2^-15 of the largest magnitude (e4m3) or 2^-30 (e5m2).
+By recipe:
 
 - "tensorwise": each tensor is scaled by its own largest magnitude. What "a tensor" is depends on
-  the layout: a microbatch's activations, over all shards of `tensor`. Values do not, but for
-  rounding.
-- "delayed": by those of earlier steps, of all microbatches (Transformer Engine's DelayedScaling). A
-  linear layer's weight has a history beside it, a state [3, 256]: of its input, itself and its
-  output gradient, for each power of two (of 1.75), in how many more steps it counts that the
-  largest magnitude needed it. Which ones a step has needed is counted: a device has a one for each
-  microbatch, as the cotangent of the history, and so a maximum over all devices and microbatches
-  is a sum like any gradient's.
+  the layout: a microbatch's activations, over all shards of `tensor`. Values do not depend on it,
+  except for rounding.
+- "delayed": tensors are scaled by the largest magnitudes of earlier steps, over all microbatches
+  (Transformer Engine's DelayedScaling). A linear layer's weight has a history beside it, a state
+  [3, 256] with a row each for its input, itself and its output gradient. An entry is for a power of
+  two (times 1.75): for how many more steps it counts that the largest magnitude needed that power.
+  Each step counts the powers it needed: a device has a one per microbatch, as the cotangent of the
+  history, so that a maximum over all devices and microbatches is a sum like any gradient's.
 
-Parameters are quantised once a step, from the float32 masters, by role (`mtx.step.step`): a linear
-layer whose weight comes as `Quantised` computes in float8. What is no such layer refuses it.
+Parameters are quantised once per step, from the float32 masters, by role (`mtx.step.step`): a
+linear layer whose weight is `Quantised` computes in float8. Other layers refuse such a weight.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ Tree = Any
 # The types of output gradients, by format; activations and weights are e4m3 in both.
 GRADIENTS = {"hybrid": "float8_e5m2", "e4m3": "float8_e4m3fn"}
 _FORWARD = "float8_e4m3fn"
-SCALED_DOT = "scaled_dot"  # how JAX's equations call `scaled_dot`
-AMAX = "amax"  # among a layer's parameters: a tree of the histories of those that are quantised
+SCALED_DOT = "scaled_dot"  # the name of `scaled_dot` in JAX's equations
+AMAX = "amax"  # among a layer's parameters: the tree of histories of those that are quantised
 _BINS = 256  # the exponents of float32
 _INPUT, _WEIGHT, _GRADIENT = range(3)  # the rows of a history
-HISTORY = 3, _BINS  # its shape
+HISTORY = 3, _BINS  # the shape of a history
 
 
 @struct.dataclass
@@ -53,14 +54,14 @@ class Quantised:
     """values * unit, or a stack of such tensors."""
 
     values: jax.Array  # float8
-    unit: jax.Array  # float32 [], a power of two; of a stack one each
-    # Of a weight, [*outputs, *inputs]: Hopper's matmuls want what is summed over to come last.
+    unit: jax.Array  # float32 [], a power of two; one per tensor of a stack
+    # A weight as [*outputs, *inputs]: Hopper's matmuls want the dims that are summed over last.
     transposed: jax.Array | None
     dtype: str = struct.field(pytree_node=False)  # of products
-    gradients: str = struct.field(pytree_node=False)  # of output gradients, a name of float8
-    # With delayed scaling. Of any tensor: the largest magnitude of what this device has of it,
-    # float32 like unit. Of a weight: (scale, unit) of its linear layer's input, itself, and its
-    # output gradient, float32 [3, 2]; and the history that counts go to.
+    gradients: str = struct.field(pytree_node=False)  # the float8 type of output gradients
+    # With delayed scaling. seen, of any tensor: the largest magnitude in this device's part of it,
+    # float32 like unit. Of a weight, scales: (scale, unit) of its linear layer's input, itself and
+    # its output gradient, float32 [3, 2]; history: the one that counts go to.
     seen: Any = None
     scales: Any = None
     history: Any = None
@@ -78,20 +79,20 @@ class Quantised:
         return self.values.size
 
     def apply(self, f) -> Quantised:
-        """With f(values), the same elements elsewhere."""
+        """The tensor with f(values); f may only move elements."""
         return replace(self, values=f(self.values))
 
     def gradient(self, dvalues, counts=None) -> Quantised:
-        """The gradient of a weight, as a custom VJP gives it, and that of its history."""
+        """The gradients of a weight and of its history, as a custom VJP returns them."""
         none = dict.fromkeys(("unit", "transposed", "seen", "scales"))
         return replace(self, values=dvalues, history=counts, **none)
 
     def turned(self) -> Quantised:
-        """A weight, [*outputs, *inputs]."""
+        """The weight as [*outputs, *inputs]."""
         return replace(self, values=self.transposed, transposed=None)
 
     def with_transposed(self, inputs: int, stacked: int) -> Quantised:
-        """inputs: how many dims those of a weight are, behind the stack's."""
+        """The weight with `transposed`. inputs: how many dims after the stack's are its inputs."""
         dims = range(self.ndim)
         first, last = stacked, stacked + inputs
         order = *dims[:first], *dims[last:], *dims[first:last]
@@ -105,17 +106,18 @@ class Quantised:
 
 
 def quantise(x, dtype: str, amax):
-    """(values, unit) of x, whose largest magnitude is `amax`, in a type of float8.
+    """(values, unit) of x, whose largest magnitude is `amax`, in a float8 type.
 
-    The scale is the largest power of two with which that stays within the type's range, and what
-    lies beyond saturates. Where amax is not finite, nothing is.
+    The scale is the largest power of two that keeps `amax` within the type's range; values beyond
+    the range saturate. If amax is not finite, no value is.
     """
     scale, unit = _powers(amax, dtype)
     return saturate(x.astype(jnp.float32) * scale, dtype), unit
 
 
 def saturate(x, dtype: str):
-    """x in a type of float8, to nearest even; beyond its range its largest number, NaN stays."""
+    """x in a float8 type, rounded to nearest even. Values beyond the type's range become its
+    largest number; NaN stays."""
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -most, most).astype(dtype)
 
@@ -127,38 +129,38 @@ def _powers(amax, dtype: str):
 
 
 def _bin(amax):
-    """127 + n of the least 1.75 * 2^n that is not below amax."""
+    """127 + n for the least 1.75 * 2^n that is not below amax."""
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
     return (bits + 0x1FFFFF) >> 23
 
 
 def _powers_of(bin, exponent):
-    """(scale, 1 / scale) for what lies in a bin, as float32 with only an exponent."""
+    """(scale, 1 / scale) for magnitudes in a bin, as float32 with only an exponent."""
     bin = jnp.clip(bin, exponent + 1, 254)
     biased = 254 + exponent - bin, bin - exponent
     return tuple(lax.bitcast_convert_type(each << 23, jnp.float32) for each in biased)
 
 
 def _exponent(dtype: str) -> int:
-    """Both types' largest number is 1.75 times a power of two, this one."""
+    """The exponent of the type's largest number, which in both types is 1.75 * 2^exponent."""
     return int(np.log2(float(jnp.finfo(dtype).max) / 1.75))
 
 
 def largest(x, axes=None, *, stacked: int = 0):
-    """The largest magnitude of x over all its shards on these axes, float32; of a stack one each,
-    with dims of 1."""
+    """The largest magnitude of x over all its shards on these axes, float32; for a stack, one per
+    tensor, with dims of 1."""
     dims = tuple(range(stacked, x.ndim))
     amax = jnp.abs(x).max(axis=dims, keepdims=bool(stacked)).astype(jnp.float32)
     return lax.pmax(amax, axes) if axes else amax
 
 
 def activation(x, w: Quantised, axes=None) -> Quantised:
-    """x, shards on `axes` of one tensor, as the matmuls with w take it."""
+    """x, a shard over `axes` of one tensor, quantised as the matmuls with w take it."""
     return _beside(x, w, _FORWARD, _INPUT, axes)
 
 
 def output_gradient(dy, w: Quantised, axes=None) -> Quantised:
-    """dy, shards on `axes` of one tensor, as the matmuls of w's backward pass take it."""
+    """dy, a shard over `axes` of one tensor, quantised as the matmuls of w's backward take it."""
     return _beside(dy, w, w.gradients, _GRADIENT, axes)
 
 
@@ -176,9 +178,10 @@ def _beside(x, w: Quantised, dtype: str, row: int, axes) -> Quantised:
 def weight(
     master, *, fp8: str, dtype: str, axes=(), stacked: int = 0, history=None, margin: int = 0
 ) -> Quantised:  # fmt: skip
-    """A float32 parameter, or a stack of such with `stacked` dims, shards on `axes` of the whole.
-    fp8: a format; dtype: of products; history: with delayed scaling that of each, [..., 3, 256].
-    Not yet transposed; units, and what was seen, have the stack's dims, then 1."""
+    """A float32 parameter, or a stack of them along the first `stacked` dims, quantised; `master`
+    is a shard over `axes`. fp8: a format; dtype: of products; history: with delayed scaling, one
+    per parameter, [..., 3, 256]. `transposed` is not set yet; `unit` and `seen` have the stack's
+    dims, then dims of 1."""
     gradients = GRADIENTS[fp8]
     if history is None:
         values, unit = quantise(master, _FORWARD, largest(master, axes, stacked=stacked))
@@ -193,8 +196,8 @@ def weight(
 
 
 def scales_of(history, gradients: str, margin: int = 0):
-    """float32 [..., 3, 2]: (scale, 1 / scale) of input, weight and output gradient, from what
-    earlier steps have seen of them, [..., 3, 256]; 1 where that is nothing."""
+    """float32 [..., 3, 2]: (scale, 1 / scale) of input, weight and output gradient, from the
+    history of what earlier steps have seen, [..., 3, 256]; 1 if they have seen nothing."""
     exponents = np.array([_exponent(dtype) for dtype in (_FORWARD, _FORWARD, gradients)])
     bins = jnp.where(history > 0, jnp.arange(_BINS), 0).max(axis=-1)
     bins = jnp.where(bins > 0, bins + margin, exponents + 127)
@@ -202,14 +205,14 @@ def scales_of(history, gradients: str, margin: int = 0):
 
 
 def quantise_delayed(x, dtype: str, scale):
-    """x * scale in a type of float8. What lies beyond saturates; what is infinite becomes NaN."""
+    """x * scale in a float8 type. Values beyond its range saturate; infinite ones become NaN."""
     x = x.astype(jnp.float32)
     return saturate(jnp.where(jnp.isinf(x), jnp.nan, x * scale), dtype)
 
 
 def counts_of(x: Quantised, w: Quantised, dy: Quantised):
-    """float32 [3, 256]: one in the bin of what was seen of each; of zeros, and of what is not
-    finite, none."""
+    """float32 [3, 256]: for each of the three, a one in the bin of the magnitude that was seen;
+    none if that is zero or not finite."""
     seen = jnp.stack([x.seen, w.seen, dy.seen])
     bins = jnp.maximum(_bin(seen), 1)[:, None] == jnp.arange(_BINS)
     counts = bins & ((seen > 0) & jnp.isfinite(seen))[:, None]
@@ -218,8 +221,8 @@ def counts_of(x: Quantised, w: Quantised, dy: Quantised):
 
 @dataclass(frozen=True)
 class Delayed:
-    """The rule of a history: what a step has seen counts in the next `steps`. Where nothing would
-    be left, as of gradients that were zero in all of them, what there was stays."""
+    """The rule of a history: what a step has seen counts in the next `steps` steps. If nothing
+    would be left, as for gradients that were zero in all of them, the history stays as it was."""
 
     steps: int
 
@@ -237,7 +240,8 @@ def histories(roles: Tree, value: Any) -> Tree:
 
 
 def history_of(params: Tree, path: tuple) -> Any:
-    """That of a parameter of a layer, by its path in all parameters; None without."""
+    """The history of a layer's parameter, by its path among all parameters; None if layers have
+    none."""
     part, kind, *names = (key.key for key in path)
     if AMAX not in params[part][kind]:
         return None
@@ -245,7 +249,8 @@ def history_of(params: Tree, path: tuple) -> Any:
 
 
 def is_history(name: str) -> bool:
-    """Whether an array of a checkpoint, params.layers.block.amax..., is one, or of its moments."""
+    """Whether an array of a checkpoint, such as params.layers.block.amax..., is a history or a
+    moment of one."""
     return name.split(".")[1:4:2] == ["layers", AMAX]
 
 
@@ -268,7 +273,7 @@ def with_histories(params: Tree, busy=None) -> Tree:
 
 @custom_vjp()
 def _counted_where(history, busy):
-    """The history as it is. Backward: its counts, zeros where `busy` does not hold."""
+    """The history, unchanged. Backward: its counts, or zeros if not `busy`."""
     return history
 
 
@@ -282,8 +287,8 @@ _counted_where.defvjp(
 
 
 def dot(a, b, contract, dtype=None):
-    """a and b multiplied, summed over the dims `contract`; dtype: of the result, by default that of
-    the operands, or of their products."""
+    """The product of a and b, summed over the dims `contract`. dtype: of the result; by default
+    that of the operands, or for `Quantised` ones that of their products."""
     if not isinstance(a, Quantised):
         return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
     return scaled_dot(a.values, b.values, a.unit * b.unit, contract, dtype or a.dtype)
@@ -291,8 +296,8 @@ def dot(a, b, contract, dtype=None):
 
 @partial(jax.jit, static_argnums=(3, 4), inline=False)
 def scaled_dot(a, b, unit, contract, dtype):
-    """A product of float8 tensors, in units of `unit`, accumulated in float32. One equation, which
-    nothing comes into: cuBLAS multiplies by the scale itself."""
+    """A product of float8 tensors, in units of `unit`, accumulated in float32. It is one equation,
+    so that nothing gets in between: cuBLAS multiplies by the scale itself."""
     product = lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
     return product * unit.astype(dtype)
 
@@ -302,5 +307,5 @@ def is_quantised(x) -> bool:
 
 
 def arrays_of(params: Tree) -> Tree:
-    """A tree with one array for each parameter: gradients, or shapes of them."""
+    """A tree with one array for each parameter: gradients, or their shapes."""
     return jax.tree.map(lambda a: a.values if is_quantised(a) else a, params, is_leaf=is_quantised)

@@ -1,13 +1,13 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), with or without sequence
 parallelism between them (Korthikanti et al. 2022, section 4.2.2).
 
-A column-parallel layer splits its outputs over `tensor`, the row-parallel layer after it its
-inputs: one pair needs one reduction forward and one backward. With sequence parallelism the
+A column-parallel layer splits its outputs over `tensor`, and the row-parallel layer after it splits
+its inputs: a pair needs one reduction forward and one backward. With sequence parallelism the
 reduction is a reduce-scatter after the row layer and an all-gather before the column layer, and the
 column layer keeps only its shard of the input for the backward pass and gathers it again.
 
-Several such pairs beside each other need no more, where their inputs are the same and their outputs
-are added up: with `axes.joint` linears do without, between `enter_jointly` and `leave_jointly`.
+Several such pairs in parallel need no more, if they have the same input and their outputs are
+added: with `axes.joint` linears have no collectives, between `enter_jointly` and `leave_jointly`.
 
 Legend: B rows · S sequence (s: shard) · D hidden · lower-case: local shard. The weight's inputs are
 its leading dims, its outputs the trailing ones, so w_DnhK is a matrix of D x (n h K).
@@ -62,35 +62,35 @@ def _input_gradient(dy, w, inputs: int):
 
 
 def _weight_gradient(x, dy, axes: Axes):
-    """x[B, S, inputs...] and dy[B, S, outputs...] give w[inputs..., outputs...] in float32, as it
-    is added up: rounded first, XLA:GPU could not have the matmul add it in place."""
+    """dw[inputs..., outputs...] from x[B, S, inputs...] and dy[B, S, outputs...], in float32, as it
+    is accumulated: if it were rounded first, XLA:GPU's matmul could not add it in place."""
     over = (0, 1), (0, 1)
     if axes.in_place and fp8.is_quantised(x):
-        # XLA:GPU's matmul of float8 would add it to a copy of the sum, and then copy that back.
+        # XLA:GPU's float8 matmul would add it to a copy of the sum, and then copy that back.
         return lax.optimization_barrier(fp8.dot(x, dy, over, "float32"))
     if dy.size >= x.size or axes.in_place:
         return fp8.dot(x, dy, over, "float32")
-    # Matmuls on CPUs transpose their first operand: let it be the small one. The barrier keeps XLA
-    # from swapping them back.
+    # Matmuls on CPUs transpose their first operand, so it should be the small one. The barrier
+    # keeps XLA from swapping the operands back.
     dw = lax.optimization_barrier(fp8.dot(dy, x, over, "float32"))
     outputs = dy.ndim - 2
     return jnp.transpose(dw, (*range(outputs, dw.ndim), *range(outputs)))
 
 
 def _gradient_of(w, dw, x, dy, axes: Axes):
-    """Of a weight: dw, and with delayed scaling what was seen of x, w and dy."""
+    """A weight's gradient dw, with delayed scaling together with what was seen of x, w and dy."""
     if not fp8.is_quantised(w):
         return dw
     if w.scales is None:
         return w.gradient(dw)
     counts = fp8.counts_of(x, w, dy)
-    if axes.tensor and not axes.sequence_parallel:  # else the step's
+    if axes.tensor and not axes.sequence_parallel:  # else the step sums
         counts = lax.psum(counts, axes.tensor)
     return w.gradient(dw, counts)
 
 
 def _gathered(x, axes: Axes):
-    """x_BsD whole, where sequence parallelism shards it."""
+    """The whole x, gathered if sequence parallelism shards it."""
     if not axes.sequence_parallel or axes.joint:
         return x
     gather = all_gather_rows if by_rows(x, axes) else all_gather_sequence
@@ -100,14 +100,14 @@ def _gathered(x, axes: Axes):
 
 
 def by_rows(x, axes: Axes) -> bool:
-    """Whether linears gather and scatter the rows of all shards one after the other, [t B, s]: to
-    them the order of positions is nothing, and GPUs need not transpose what they gather. Of one row
-    both ways are the same."""
+    """Whether linears gather and scatter rows shard after shard, [t B, s]: the order of positions
+    does not matter to them, and GPUs need not transpose what they gather. With one row both ways
+    are the same."""
     return axes.sequence_parallel and not axes.joint and x.shape[0] > 1
 
 
 def in_rows(x, axes: Axes):
-    """x[B, S, ...] as linears have gathered it; `axes.by_rows`: it is already."""
+    """x[B, S, ...] in the order in which linears gather; with `axes.by_rows` it has it already."""
     if axes.by_rows or not by_rows(x, axes):
         return x
     if fp8.is_quantised(x):
@@ -117,7 +117,8 @@ def in_rows(x, axes: Axes):
 
 
 def in_order(y, axes: Axes):
-    """y[B, S, ...] of what linears give; as it is with `axes.by_rows`."""
+    """y[B, S, ...] in the order of positions, from what linears return; with `axes.by_rows` as it
+    is."""
     if axes.by_rows or not by_rows(y, axes):
         return y
     split = y.reshape(axes.tensor_shards, -1, *y.shape[1:]).swapaxes(0, 1)
@@ -125,7 +126,7 @@ def in_order(y, axes: Axes):
 
 
 def _summed(partial, axes: Axes):
-    """The sum over `tensor`, a shard of it with sequence parallelism; jointly no sum."""
+    """The sum over `tensor`, with sequence parallelism a shard of it; with `axes.joint` no sum."""
     if axes.joint:
         return partial
     if axes.sequence_parallel:
@@ -137,12 +138,13 @@ def _summed(partial, axes: Axes):
 @custom_vjp(2, 3)
 def matmul(x, w, inputs: int = 1, axes: Axes = Axes()):  # noqa: B008 (frozen)
     """x[B, S, *inputs] @ w[*inputs, *outputs], with `inputs` input dims: a row-parallel layer,
-    whose inputs `tensor` shards. Returns the sum over it, y_BSD; a shard with sequence parallelism.
+    whose inputs `tensor` shards. Returns the sum over `tensor`, y_BSD, or with sequence parallelism
+    a shard of it.
 
     Forward: a reduce-scatter with sequence parallelism, otherwise an all-reduce. Backward: an
-    all-gather of dy, otherwise nothing. Keeps x and w as they are given (turned, they would be kept
-    beside what others keep of them), and gives the weight's gradient in the weight's own order:
-    autodiff's is transposed, and slow on CPUs.
+    all-gather of dy, otherwise nothing. Keeps x and w as they are given (transposed ones would be
+    kept in addition to what others keep of them), and returns the weight's gradient in the weight's
+    own order: autodiff's is transposed, and slow on CPUs.
     """
     return _matmul_forward(x, w, inputs, axes)[0]
 
@@ -167,21 +169,21 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def column_products(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes) -> tuple:
-    """x w for each of `weights`, x given to all devices of `tensor` once for all of them.
+    """x w for each of `weights`; x is given to all devices of `tensor` once for all of them.
 
     x: x_BsD with sequence parallelism, otherwise x_BSD. repeats: None for a weight that `tensor`
-    shards, or the dim of a whole one of which each device takes its part: it has fewer heads than
-    there are devices. Forward: all-gather of x with sequence parallelism, otherwise nothing.
+    shards; for a whole weight, which has fewer heads than there are devices, the dim in which each
+    device takes its part. Forward: all-gather of x with sequence parallelism, otherwise nothing.
     Backward: all-gather of x again and reduce-scatter of dx; otherwise all-reduce of dx, and of
-    the gradients of whole weights, which each device makes its part of.
+    the gradients of whole weights, of which each device computes a part.
     """
     return tuple(in_order(y, axes) for y in products_by_rows(x, weights, repeats, axes))
 
 
 @custom_vjp(2, 3)
 def products_by_rows(x, weights: tuple, repeats: tuple[int | None, ...], axes: Axes):
-    """`column_products` as they are made (`by_rows`), to be put `in_order`: behind what is added to
-    them, so that XLA does both at once."""
+    """`column_products` in the order in which they are computed (`by_rows`). The caller puts them
+    `in_order`, after adding to them, so that XLA does both at once."""
     return _products_forward(x, weights, repeats, axes)[0]
 
 
@@ -228,7 +230,7 @@ products_by_rows.defvjp(_products_forward, _products_backward)
 
 
 def enter_jointly(x_BsD, axes: Axes):
-    """x_BSD for linears of `axes.joint`. Forward: an all-gather with sequence parallelism,
+    """x_BSD for linears with `axes.joint`. Forward: an all-gather with sequence parallelism,
     otherwise nothing. Backward: a reduce-scatter, otherwise an all-reduce."""
     if axes.sequence_parallel:
         return gather_sequence(x_BsD, axes.tensor)
@@ -236,7 +238,7 @@ def enter_jointly(x_BsD, axes: Axes):
 
 
 def leave_jointly(partial_BSD, axes: Axes):
-    """The sum over `tensor` of what linears of `axes.joint` give. Forward: a reduce-scatter with
+    """The sum over `tensor` of the outputs of joint linears. Forward: a reduce-scatter with
     sequence parallelism, otherwise an all-reduce. Backward: an all-gather, otherwise nothing."""
     if axes.sequence_parallel:
         return scatter_sequence(partial_BSD, axes.tensor)
@@ -245,12 +247,12 @@ def leave_jointly(partial_BSD, axes: Axes):
 
 def used_by_heads(w, axes: Axes):
     """A parameter that each device of `tensor` has whole and uses for its own heads. Backward: the
-    sum over `tensor` of its gradients; with sequence parallelism the step's."""
+    sum over `tensor` of its gradients; with sequence parallelism the step sums them."""
     return w if axes.sequence_parallel else copy_to(w, axes.tensor)
 
 
 def adapter_product(h_BSr, b, adapter: Adapter, repeat: int | None = None):
-    """scale * h B of h = x A; b: the local shard of B; repeat: as in `column_products`."""
+    """scale * h B with h = x A. b: the local shard of B; repeat: as in `column_products`."""
     h_BSr = adapter.scale * checkpoint_name(h_BSr, MATMUL_OUTPUT)
     return column_products(h_BSr, (b,), (repeat,), adapter.axes)[0]
 
@@ -262,7 +264,7 @@ class ColumnLinear(nnx.Module):
         self, inputs, outputs, *, split, std, axes: Axes, rngs: nnx.Rngs, bias=True,
         adapters: Adapters | None = None, dims: Sequence[str] = (),
     ):  # fmt: skip
-        """dims: what those of W are called."""
+        """dims: names of W's dims."""
         names = ["tensor" if dim == split else None for dim in range(len(outputs))]
         w = std * normal(rngs.params, (inputs, *outputs))
         self.w = parameter(w, spec=P(None, *names), role="matrix", dims=dims)
@@ -286,8 +288,8 @@ class ColumnLinear(nnx.Module):
         return checkpoint_name(in_order(y, self.axes), MATMUL_OUTPUT)
 
     def without_bias(self, x):
-        """x W as it is made, by rows, to what follows which bias and order are left (Megatron's
-        skip_bias_add)."""
+        """x W as it is computed, by rows. Adding the bias (Megatron's skip_bias_add) and putting it
+        in order are left to the caller."""
         y = self._product(x)
         return checkpoint_name(apart(y, self.axes) if self.bias else y, MATMUL_OUTPUT)
 
@@ -302,13 +304,13 @@ class ColumnLinear(nnx.Module):
 
 
 class WholeLinear(nnx.Module):
-    """y = x W with W [inputs, outputs], which every device of `tensor` has whole and takes of the
+    """y = x W with W [inputs, outputs], which every device of `tensor` has whole and applies to the
     rows that it has."""
 
     def __init__(
         self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, dims: Sequence[str] = ()
     ):
-        """dims: what those of W are called."""
+        """dims: names of W's dims."""
         w = std * normal(rngs.params, (inputs, outputs))
         self.w = parameter(w, spec=P(None, None), role="matrix", dims=dims)
         self.axes = replace(axes, tensor=None, tensor_shards=1, sequence_parallel=False)
@@ -326,7 +328,7 @@ class RowLinear(nnx.Module):
         self, inputs, outputs, *, std, axes: Axes, rngs: nnx.Rngs, bias=True,
         adapters: Adapters | None = None, dims: Sequence[str] = (),
     ):  # fmt: skip
-        """dims: what those of W are called."""
+        """dims: names of W's dims."""
         shape, spec = (*inputs, outputs), P("tensor", *(None for _ in inputs))
         w = std * normal(rngs.params, shape)
         self.w = parameter(w, spec=spec, role="matrix", dims=dims, inputs=len(inputs))
@@ -352,10 +354,10 @@ class RowLinear(nnx.Module):
         return checkpoint_name(y, MATMUL_OUTPUT)
 
     def _with_adapter(self, x):
-        """Both are parts of one sum over `tensor`."""
+        """x W + scale * x A B; both terms are parts of one sum over `tensor`."""
         w, adapter = self.w.get_value(), self.w_lora
         h = matmul(x, adapter.a.get_value(), w.ndim - 1, adapter.axes)
-        b = used_by_heads(adapter.b[...], self.axes)  # whole, as its part of x A is not
+        b = used_by_heads(adapter.b[...], self.axes)  # whole, while x A is in parts
         partial = matmul(x, w, w.ndim - 1, adapter.axes) + adapter_product(h, b, adapter)
         if self.axes.by_rows and by_rows(partial, self.axes):
             return scatter_rows(partial, self.axes.tensor)

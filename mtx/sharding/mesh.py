@@ -15,9 +15,9 @@ from mtx.sharding.axes import AXES
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Names of the mesh axes that a module's local shard is written for; None where unsharded.
+    """Names of the mesh axes that a module's local shard is written for; None if unsharded.
 
-    The default is one device, which is the reference that every layout is compared with.
+    The default is one device, the reference that every layout is compared with.
     """
 
     tensor: str | None = None  # heads and feed-forward
@@ -26,22 +26,22 @@ class Axes:
     pipe: str | None = None  # stages
     context: str | None = None  # parts of a sequence (`mtx.sharding.sequence`)
     context_shards: int = 1  # devices on it
-    attention: str = "gather"  # how attention goes over them: `mtx.layers.over_context`
+    attention: str = "gather"  # how attention spans them: `mtx.layers.over_context`
     permutes: bool = True  # see `mtx.sharding.ring.Ring`
-    past: str | None = None  # what texts that go on have kept is sharded over, by positions
+    past: str | None = None  # shards what a continued text has kept, by positions
     experts: tuple[str, ...] = ()  # the experts: `mtx.sharding.experts`
     expert_shards: int = 1  # devices on them
-    expert_tensor: bool = True  # `tensor` splits each expert; else it is one of those axes
+    expert_tensor: bool = True  # `tensor` splits each expert; else it is one of `experts`
     expert_dispatch: str = "alltoall"
     expert_room: float = 1.2
     sequence_parallel: bool = False  # activations between linears are sharded over `tensor`
-    # Linears are given whole activations and give their parts of sums: one gather and one reduction
-    # are around several of them (`mtx.sharding.linear`).
+    # Linears take whole activations and return their parts of sums: one gather and one reduction
+    # serve several of them (`mtx.sharding.linear`).
     joint: bool = False
-    # What column-parallel linears give and row-parallel ones take stays as they gather it, the rows
-    # of all shards one after the other: nothing between them asks for the order of positions.
+    # Outputs of column-parallel linears and inputs of row-parallel ones stay in the order in which
+    # linears gather, rows shard after shard: nothing between them depends on positions' order.
     by_rows: bool = False
-    # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): made in the
+    # The matmul of a weight gradient adds it in place, as XLA:GPU can (`mtx.step.xla`): in the
     # weight's own order, at constant offsets of chunks. Else its small operand is first, for CPUs.
     in_place: bool = False
 
@@ -71,8 +71,8 @@ class Axes:
 
 
 def make_mesh(layout: Any, devices: list | None = None) -> Mesh:
-    """The mesh of a `mtx.config.Layout` over the first devices, or those given; UserError where
-    there are too few."""
+    """The mesh of a `mtx.config.Layout` over the first devices, or those given; UserError if there
+    are too few."""
     names, shown = "*".join(layout.shown), layout.shown.values()
     devices = jax.devices() if devices is None else list(devices)
     if layout.devices > len(devices):

@@ -1,11 +1,11 @@
 """Masters and optimizer state, sharded over the replicas as well (ZeRO-1, Rajbhandari et al. 2020):
-over all axes that split the batch or its sequences, and do not shard the parameter itself.
+over all axes that split the batch or its sequences and do not shard the parameter itself.
 
-Every parameter keeps its shape; one dim of its float32 master is sharded over them: the first that
-no other axis shards and that divides evenly. Where none does (1T's 25,600 over 6 replicas),
+Every parameter keeps its shape; one dim of its float32 master is sharded over these axes: the first
+one that no other axis shards and that divides evenly. If none does (1T's 25,600 over 6 replicas),
 the largest is padded with zeros. A step gathers the parameters in the compute type at its start and
-reduce-scatters their gradients at its end: for n parameters 2n(d-1)/d + 4n(d-1)/d bytes a device in
-16 bits, and 2 + 4 + 12/d bytes a parameter of memory.
+reduce-scatters their gradients at its end: in 16 bits a device sends 2n(d-1)/d + 4n(d-1)/d bytes
+for n parameters, and the memory of a parameter is 2 + 4 + 12/d bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class DataShard:
     """How one parameter's master is sharded over the replicas."""
 
     spec: P  # of the master: the parameter's, with `axes` at `dim`
-    dim: int | None  # None: not sharded over them
+    dim: int | None  # None: not sharded over the replicas
     size: int  # of that dim in the parameter
-    padded: int  # and in the master
+    padded: int  # of that dim in the master
     axes: tuple[str, ...] = ()  # along which there are replicas of the parameter
 
     def below(self, dims: int) -> DataShard:
@@ -54,7 +54,7 @@ class DataShard:
         return x[(slice(None),) * self.dim + (slice(self.size),)]
 
     def from_shards(self, shards):
-        """The parameter, of the shards of all replicas [d, ...]; of one that is sharded."""
+        """The parameter from the shards of all replicas, [d, ...]; it has to be sharded."""
         dim = self.dim or 0
         whole = jnp.moveaxis(shards, 0, dim)
         shape = *whole.shape[:dim], -1, *whole.shape[dim + 2 :]
@@ -67,33 +67,33 @@ class DataShard:
         return jnp.moveaxis(whole.reshape(shape), dim, 0)
 
     def own(self, whole):
-        """This device's shard of what every device has whole. In `shard_map`."""
+        """This device's shard of an array that every device has whole. In `shard_map`."""
         if self.dim is None:
             return whole
         return self.to_shards(whole)[lax.axis_index(self.axes)]
 
     def gather(self, master, dtype, *, stacked: bool = True):
         """This device's shard of the parameter, from its shard of the master. In `shard_map`.
-        stacked: of layers, whose dims are in front."""
+        stacked: the array has dims of layers, which come first."""
         local = master.astype(dtype)
         if self.dim is None:
             return local
         whole = self.unpad(lax.all_gather(local, self.axes, axis=self.dim, tiled=True))
-        # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and to
-        # read one layer's weights would be a copy, in place of an offset into the stack.
+        # XLA:GPU gathers along the major dim. It would keep `dim` in front of the layers, and
+        # reading one layer's weights would be a copy instead of an offset into the stack.
         return _row_major(whole) if stacked else whole
 
     def reduce_scatter(self, gradient, *, stacked: bool = True):
         """This device's shard of the sum over the replicas of a gradient. In `shard_map`."""
         if self.dim is None:
             return lax.psum(gradient, self.axes) if self.axes else gradient
-        # For the same reason: a matmul adds a layer's gradient in place where layers are in front.
+        # For the same reason: a matmul adds a layer's gradient in place if layers come first.
         gradient = self.pad(_row_major(gradient) if stacked else gradient)
         return lax.psum_scatter(gradient, self.axes, scatter_dimension=self.dim, tiled=True)
 
 
 def namespace(array):
-    """NumPy for arrays on the host, else jax.numpy: `pad` and `where` of either, where they are."""
+    """NumPy for host arrays, otherwise jax.numpy: `pad` and `where` that work where an array is."""
     return array.__array_namespace__()
 
 
@@ -107,8 +107,8 @@ def _row_major(array):
 def shard_over_replicas(
     shape: tuple[int, ...], spec: P, *, sizes: Mapping[str, int], stacked: int = 0, whole=False
 ) -> DataShard:
-    """The way to shard a parameter of that (global) shape and spec over its replicas, leaving the
-    first `stacked` dims whole. sizes: of the mesh's axes. whole: it is not sharded over them."""
+    """How to shard a parameter of that (global) shape and spec over its replicas, leaving the first
+    `stacked` dims whole. sizes: of the mesh's axes. whole: do not shard it over them."""
     names = tuple(spec) + (None,) * (len(shape) - len(spec))
     axes = replica_axes(names)
     replicas = math.prod(sizes[axis] for axis in axes)
@@ -125,10 +125,10 @@ def shard_over_replicas(
 
 
 def global_norm(gradients, specs, sizes: dict[str, int]):
-    """The norm over the whole mesh, float32 []; every parameter counted once. In `shard_map`.
+    """The norm over the whole mesh, float32 []; every parameter counts once. In `shard_map`.
 
-    A gradient that is replicated over some axes is divided by the number of its replicas before
-    one all-reduce over all axes. `sizes` are those of the mesh's axes.
+    The square of a gradient that is replicated over some axes is divided by the number of its
+    replicas before one all-reduce over all axes. `sizes` are those of the mesh's axes.
     """
 
     def square(gradient, spec):

@@ -1,10 +1,10 @@
 """What every parameter says about itself: how it is sharded, and what it is for.
 
-Weight decay, the choice of an optimizer and conversion ask for the role, never for a name.
+Weight decay, the choice of an optimizer and conversion look at the role, never at a name.
 
-Which parameters are trained says the config (`ModelConfig.trains`), as a tree of bool like the
+The config says which parameters are trained (`ModelConfig.trains`), as a tree of bool like the
 parameters. The others are frozen: they have no gradients, no moments and no float32 master. Trees
-of what only trained ones have are the same nested dicts without the leaves of others (`chosen`).
+that hold values of trained parameters only are the same nested dicts without the others (`chosen`).
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from jax.sharding import PartitionSpec as P
 from mtx.errors import UserError, unknown_name
 from mtx.sharding.axes import AXES, axes_of
 
-# recurrence: of a state-space model, how its states move on. filter: a convolution's. adapter: of
-# a frozen matrix (`mtx.sharding.adapter`).
+# recurrence: how the states of a state-space model evolve. filter: a convolution's. adapter: a
+# frozen matrix's (`mtx.sharding.adapter`).
 Role = Literal[
     "matrix", "embedding", "head", "norm", "bias", "router", "state", "recurrence", "filter",
     "adapter",
 ]  # fmt: skip
 ROLES: tuple[Role, ...] = get_args(Role)
-MATRICES: frozenset[Role] = frozenset({"matrix", "adapter"})  # to an optimizer
+MATRICES: frozenset[Role] = frozenset({"matrix", "adapter"})  # for an optimizer
 QUANTISED: frozenset[Role] = frozenset({"matrix"})  # in layers, with fp8
 DECAYED: frozenset[Role] = frozenset(  # as in Megatron-LM
     {"matrix", "embedding", "head", "router", "filter", "adapter"}
 )
-# computed with as they are kept
+# computed with in float32, as they are kept
 FLOAT32: frozenset[Role] = frozenset({"router", "state", "recurrence"})
 Tree = Any
-Rule = Callable[[Any, Any], Any]  # (a state, what the microbatches have summed) -> the next state
+Rule = Callable[[Any, Any], Any]  # (a state, the sum over microbatches) -> the next state
 
 
 def parameter(
     value, *, spec: P, role: Role, dims: Sequence[str] = (), inputs: int = 1,
     rule: Rule | None = None,
 ) -> nnx.Param:  # fmt: skip
-    """`value`, the global array, as a parameter that `spec` shards over the mesh. dims: what each
-    is called, to those who look at what a device holds. inputs: of a matrix, how many of its first
-    dims are inputs; the others are outputs.
+    """`value`, the global array, as a parameter that `spec` shards over the mesh. dims: a name for
+    each dim, for readers of what a device holds. inputs: how many of a matrix's first dims are
+    inputs; the others are outputs.
 
-    rule: of a state, which no optimizer moves. Its cotangents are summed like gradients, and once a
-    step the rule makes the next state of the sum, for the dims of `value`; others may be in front.
-    UserError for a role or an axis that there is not, for a spec of more dims than `value` has, and
-    for names of more or fewer.
+    rule: for a state, which no optimizer updates. Its cotangents are summed like gradients, and
+    once per step the rule makes the next state from the sum. It is written for the dims of `value`;
+    others may come first. UserError for an unknown role or axis, for a spec of more dims than
+    `value` has, and for more or fewer names than dims.
     """
     if role not in ROLES:
         raise unknown_name("role", role, ROLES)
@@ -68,7 +68,7 @@ def parameter(
 
 
 def chosen(tree: Tree, which: Tree) -> Tree:
-    """Nested dicts with only those leaves for which `which`, a tree of bool like it, says so."""
+    """Nested dicts with only those leaves for which `which`, a tree of bool like it, is true."""
     return {
         key: chosen(value, which[key]) if isinstance(which[key], dict) else value
         for key, value in tree.items()
@@ -77,7 +77,7 @@ def chosen(tree: Tree, which: Tree) -> Tree:
 
 
 def with_chosen(tree: Tree, part: Tree) -> Tree:
-    """The nested dicts with those leaves that `part` has as they are there."""
+    """The nested dicts `tree`, with the leaves that `part` has in place of its own."""
     return {
         key: with_chosen(value, part[key])
         if isinstance(value, dict) and key in part

@@ -38,9 +38,9 @@ def _row_mask(data, keep, width):
 
 
 def _row_mask_at(data, keep, at_T):
-    """What stands at these places of a `_row_mask` of any width: a counter's bits."""
+    """The elements of a `_row_mask` of any width at these places: a counter's bits for each."""
     bits_T2 = jax.vmap(lambda at: fold(data, at))(at_T)
-    most = math.ceil(np.float32(keep) * 2.0**23)  # of a float's 23 bits between 1 and 2
+    most = math.ceil(np.float32(keep) * 2.0**23)  # of the 23 bits of floats in [1, 2)
     return ((bits_T2[:, 0] ^ bits_T2[:, 1]) >> 9) < most
 
 
@@ -49,7 +49,7 @@ def dropout_rows(x_BsD, rate: float, data, samples_B, positions_s):
     return _drop(x_BsD, _rows_kept(x_BsD.shape[2], 1 - rate, data, samples_B, positions_s), rate)
 
 
-# Inline: a program is the same as without, but a mask of that shape is traced once in a process.
+# Inline: the program is the same as without jit, but a mask of a shape is traced once per process.
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _rows_kept(width: int, keep: float, data, samples_B, positions_s):
     """bool [B, s, D]"""
@@ -61,8 +61,8 @@ def _rows_kept(width: int, keep: float, data, samples_B, positions_s):
 
 
 def dropout_heads(p_BhsT, rate: float, data, samples_B, first_head, positions_s, keys_T):
-    """Attention probabilities p_BhsT with dropout; one key for every (sample, global head, global
-    position of the query), and of its row the bits at the positions of the keys."""
+    """Attention probabilities p_BhsT with dropout; one random key for every (sample, global head,
+    global position of the query), and from its row the bits at the positions of the keys."""
     heads_h = first_head + jnp.arange(p_BhsT.shape[1])
     keep_BhsT = _heads_kept(1 - rate, data, samples_B, heads_h, positions_s, keys_T)
     return _drop(p_BhsT, keep_BhsT, rate)
@@ -90,23 +90,23 @@ Keys = Callable[[], Any]  # gives the next key, such as a stream of `nnx.Rngs`
 
 
 class NoKeys:
-    """Keys of parameters of which only the shapes are asked for: tracing how values are drawn would
-    take most of the time, so there are zeros."""
+    """Keys for parameters of which only the shapes are needed: tracing how values are drawn would
+    take most of the time, so they are constants."""
 
     def __call__(self):
-        """For modules that draw in other ways than these."""
+        """A key for modules that draw values in other ways than those below."""
         return jax.random.key(0)
 
 
 def normal(keys: Keys, shape: tuple[int, ...]):
-    """Float32, of a standard deviation of 1, by the next key."""
+    """Float32 with a standard deviation of 1, from the next key."""
     if isinstance(keys, NoKeys):
         return jnp.zeros(shape, jnp.float32)
     return jax.random.normal(keys(), shape, jnp.float32)
 
 
 def normal_rows(keys: Keys, ids_n, width: int):
-    """[n, width] as of `normal`, a row of the next key and of its own id."""
+    """[n, width] as from `normal`, each row from the next key and its own id."""
     if isinstance(keys, NoKeys):
         return jnp.zeros((*ids_n.shape, width), jnp.float32)
     key = keys()
@@ -118,7 +118,7 @@ def normal_rows(keys: Keys, ids_n, width: int):
 
 
 def uniform(keys: Keys, shape: tuple[int, ...], least: float, most: float):
-    """Float32 in [least, most), by the next key."""
+    """Float32 in [least, most), from the next key."""
     if isinstance(keys, NoKeys):
         return jnp.full(shape, least, jnp.float32)
     return jax.random.uniform(keys(), shape, jnp.float32, least, most)

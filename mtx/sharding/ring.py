@@ -27,18 +27,18 @@ class Ring:
     devices: int  # of the axis
     size: int  # c
     stride: int = 1
-    # A ppermute in a branch that not all devices of the mesh take waits for all of them on CPUs.
+    # On CPUs a ppermute waits for all devices of the mesh, even in a branch that only some take.
     permutes: bool = True
 
     @classmethod
     def of(cls, axes: Axes) -> Ring:
-        """All of `context`."""
+        """The ring of all devices of `context`."""
         assert axes.context is not None
         devices = axes.context_shards
         return cls(axis=axes.context, devices=devices, size=devices, permutes=axes.permutes)
 
     def split(self, inner: int) -> tuple[Ring, Ring]:
-        """Groups of so many neighbours, and the rings that go from group to group."""
+        """Groups of `inner` neighbours, and the rings that go from group to group."""
         rings = self.devices // inner
         common = {"axis": self.axis, "devices": self.devices, "permutes": self.permutes}
         return Ring(size=inner, **common), Ring(size=rings, stride=inner, **common)
@@ -50,7 +50,7 @@ class Ring:
 
     @property
     def _groups(self) -> list[list[int]] | None:
-        """The axis' devices, ring by ring; None: all are one."""
+        """The axis's devices, ring by ring; None: all of them are one ring."""
         if self.size == self.devices:
             return None
         span = self.size * self.stride
@@ -60,7 +60,8 @@ class Ring:
     # -- whole arrays ------------------------------------------------------------------------------
 
     def all_gather(self, x: Tree, axis: int | None = None) -> Tree:
-        """Those of all devices: after one another along a dim; None: along a new first one."""
+        """The arrays of all devices, concatenated along dim `axis`; None: stacked along a new first
+        one."""
         return jax.tree.map(
             lambda a: lax.all_gather(
                 a, self.axis, axis=axis or 0, tiled=axis is not None,
@@ -70,21 +71,21 @@ class Ring:
         )  # fmt: skip
 
     def reduce_scatter(self, x: Tree) -> Tree:
-        """The sum of arrays [c, ...], of which each device gets its own."""
+        """The sum over devices of arrays [c, ...], of which each device gets its own part."""
         return jax.tree.map(
             lambda a: lax.psum_scatter(a, self.axis, axis_index_groups=self._groups), x
         )
 
     def all_to_all(self, x, *, split: int, join: int):
-        """Every device gives each one a part of its dim `split`, and puts what it gets after one
-        another along `join`."""
+        """Every device sends each device a part of its dim `split`, and concatenates the parts that
+        it receives along dim `join`."""
         return lax.all_to_all(x, self.axis, split, join, axis_index_groups=self._groups, tiled=True)
 
     # -- from device to device ---------------------------------------------------------------------
 
     def from_device(self, x: Tree, source: Callable[[int], int | None]) -> Tree:
-        """On device r what device `source(r)` has; where that is None, what counts for nothing. No
-        device sends to two."""
+        """On device r, what device `source(r)` has; if that is None, values that must not be used.
+        No device may send to two."""
         sources = [source(number) for number in range(self.size)]
         if not self.permutes:
             of_all = self.all_gather(x)
@@ -103,11 +104,11 @@ class Ring:
         """What the device before this one has."""
         return self.from_device(x, lambda number: (number - 1) % self.size)
 
-    # -- round -------------------------------------------------------------------------------------
+    # -- around the ring ---------------------------------------------------------------------------
 
     def go_round(self, own: Tree, state: Tree, body: Callable) -> Tree:
-        """The state after state = body(i, what device r - i has, state) for i = 1 to c - 1. Each
-        send has no part in the body beside it."""
+        """The state after state = body(i, what device r - i has, state) for i = 1 to c - 1. No send
+        depends on the body beside it."""
         if self.size == 1:
             return state
 
@@ -120,9 +121,9 @@ class Ring:
         return body(self.size - 1, arrived, state)
 
     def go_round_and_add(self, own: Tree, state: Tree, body: Callable) -> tuple[Tree, Tree]:
-        """(the state, the sum of what all others have to add to what is this device's own), after
-        state, part = body(i, what device r - i has, state): the part is to be added to what device
-        r - i calls its own. The sums follow what they belong to, a step behind. c > 1."""
+        """(the state, the sum of the parts that the other devices have for this one), after
+        state, part = body(i, what device r - i has, state) for i = 1 to c - 1; each part is for
+        device r - i. The sums follow the arrays they belong to, one step behind. c > 1."""
         arrived = self.shift(own)
         following = self.shift(arrived) if self.size > 2 else None
         state, sums = body(1, arrived, state)
@@ -142,7 +143,7 @@ class Ring:
         return state, self.shift(sums)
 
     def through_all(self, own: Tree, state: Tree, body: Callable) -> Tree:
-        """As `go_round`, of what is gathered at once."""
+        """Like `go_round`, but what devices have is gathered at once."""
         of_all = self.all_gather(own)
 
         def step(state, i):
@@ -151,19 +152,20 @@ class Ring:
         return lax.scan(step, state, jnp.arange(1, self.size))[0]
 
     def through_all_and_add(self, own: Tree, state: Tree, body: Callable) -> tuple[Tree, Tree]:
-        """As `go_round_and_add`, of what is gathered at once; sums by a reduce-scatter."""
+        """Like `go_round_and_add`, but what devices have is gathered at once; the sums are a
+        reduce-scatter."""
         of_all = self.all_gather(own)
 
         def step(state, i):
             return body(i, self._of(of_all, i), state)
 
         state, parts = lax.scan(step, state, jnp.arange(1, self.size))
-        # parts[i - 1] are for device r - i
+        # parts[i - 1] is for device r - i
         numbers = (self.index - 1 - jnp.arange(self.size)) % self.size
         parts = jax.tree.map(lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])])[numbers], parts)
         return state, self.reduce_scatter(parts)
 
     def _of(self, of_all: Tree, i) -> Tree:
-        """Device r - i's."""
+        """What device r - i has, out of what all devices have."""
         number = (self.index - i) % self.size
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, 0, False), of_all)

@@ -1,12 +1,12 @@
-"""Sequences cut over the axis `context`: which device has which tokens.
+"""Sequences sharded over the axis `context`: which device has which tokens.
 
-Of 2c equal chunks device r of c has chunk r and chunk 2c - 1 - r, in this order ("zigzag"): where a
-position sees none after it, all devices then have the same work. Tokens, targets, weights and all
-else that stands at a position are put in that order before they are given to devices, so that
-nothing has to be moved there.
+A sequence is cut into 2c equal chunks. Device r of c has chunk r and chunk 2c - 1 - r, in this
+order ("zigzag"): if positions see none after them, all devices then have the same work. Tokens,
+targets, weights and everything else that belongs to a position are put in that order before they
+are given to devices, so that nothing has to be moved there.
 
-Of texts that go on, device r keeps the positions r, r + c, r + 2c ... instead: a next one is then
-at the same place however long the first ones were.
+When a text is continued, device r keeps the positions r, r + c, r + 2c ... instead: the place of a
+next position then does not depend on how long the first part was.
 
 Legend: S sequence · s a device's part of it · c devices along `context` · n = S / 2c, a chunk
 """
@@ -32,8 +32,8 @@ def zigzag(sequence: int, parts: int) -> np.ndarray:
 
 
 def in_order(gathered, axis: int, parts: int):
-    """An array whose dim `axis` has the parts of `parts` devices after one another, with that dim
-    in the order of positions."""
+    """An array in whose dim `axis` the parts of `parts` devices follow one another, with that dim
+    put in the order of positions."""
     shape = gathered.shape
     chunks = gathered.reshape(*shape[:axis], parts, 2, -1, *shape[axis + 1 :])
     first, second = (lax.index_in_dim(chunks, n, axis + 1, keepdims=False) for n in (0, 1))
@@ -50,7 +50,7 @@ def as_devices_have(array, axis: int, parts: int):
 
 
 def places(size: int, axes: Axes):
-    """int32 [s]: where this device's part of the sequence, of that size, stands in it."""
+    """int32 [s]: the positions of this device's part of the sequence, which has `size` of them."""
     if axes.context is None:
         return jnp.arange(size, dtype=jnp.int32)
     part, chunk = lax.axis_index(axes.context), size // 2
@@ -59,21 +59,21 @@ def places(size: int, axes: Axes):
 
 
 def whole_sequence(x_Bs, axes: Axes):
-    """x_BS in the order of positions, of what each device has of it. Backward: a reduce-scatter."""
+    """x_BS in the order of positions, gathered from all devices. Backward: a reduce-scatter."""
     if axes.context is None:
         return x_Bs
     whole = gather_sequence if jnp.issubdtype(x_Bs.dtype, jnp.floating) else all_gather_sequence
     return in_order(whole(x_Bs, axes.context), 1, axes.context_shards)
 
 
-# -- texts that go on ------------------------------------------------------------------------------
+# -- continued texts -------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Of what texts keep that go on, what does not grow with them: each pass replaces it. What is
-    kept without this name is an entry a position."""
+    """The part of what a continued text keeps that does not grow with it: each pass replaces it.
+    Arrays that are kept outside a `State` have one entry per position."""
 
     arrays: Any  # a tree of [n, B, h, ...], h as in keys and values
 
@@ -83,8 +83,8 @@ def is_state(entry: Any) -> bool:
 
 
 def kept_of_parts(part, axis: int, axes: Axes):
-    """What this device keeps of positions, from 0 on, of which each has its part in dim `axis`: by
-    an all-to-all, or where c does not divide n, by a gather. As it is where nothing is cut."""
+    """What this device keeps of the positions from 0 on, of which each device has its part in dim
+    `axis`: by an all-to-all, or if c does not divide n, by a gather. Unchanged if unsharded."""
     if axes.context is None:
         return part
     devices, split = axes.context_shards, axis + 1
@@ -109,7 +109,8 @@ def kept_places(size: int, axes: Axes):
 
 
 def kept_slots(positions_B, size: int, axes: Axes):
-    """int32 [B]: where this device keeps positions; at `size`, beyond the last, those of others."""
+    """int32 [B]: the slots in which this device keeps these positions; `size`, which is beyond the
+    last one, for positions that other devices keep."""
     if axes.past is None:
         return positions_B
     devices = lax.axis_size(axes.past)

@@ -1,9 +1,9 @@
 """Embedding and cross-entropy with the vocabulary sharded over `pipe` x `tensor` together.
 
 Every stage then holds the same share of the table and does the same share of the head's work:
-no stage is longer than the others, and tied weights cost nothing. Logits are never gathered:
+no stage takes longer than the others, and tied weights cost nothing. Logits are never gathered:
 the loss needs their maximum, the sum of their exponentials and the target's logit, [B, S] each,
-which every device gathers of all shards at once: in one collective, not one after the other.
+which every device gathers from all shards in one collective, not one after the other.
 The padded part of the vocabulary is masked.
 
 Legend: B rows · S sequence (s: shard) · D hidden · V padded vocabulary (v: shard)
@@ -34,13 +34,13 @@ def _ids(rows: int, axes: Axes):
 
 
 def _rows(ids_BS, rows: int, axes: Axes):
-    """(where these ids stand among this device's rows, whether they are there at all)"""
+    """(the indices of these ids among this device's rows, whether they are there at all)"""
     local_BS = ids_BS - _first(rows, axes)
     return jnp.clip(local_BS, 0, rows - 1), (local_BS >= 0) & (local_BS < rows)
 
 
 def embed_tokens(table_vD, tokens_BS, axes: Axes):
-    """x_BsD, the rows of the tokens, on every stage. Each device looks up those that it holds.
+    """x_BsD, the rows of the tokens, on every stage. Each device looks up the rows that it holds.
 
     Forward: all-reduce over `pipe`, reduce-scatter (all-reduce without sequence parallelism) over
     `tensor`. Backward: all-gather over `tensor`; expects the same gradient on every stage.
@@ -61,7 +61,7 @@ def _enter_head(x_BsD, axes: Axes):
 
 def vocab_logits(x_BSD, table_vD, vocab: int, axes: Axes, bias_v=None, softcap=None):
     """logits_BSv in float32, this device's part of the vocabulary; -inf for ids from `vocab` on.
-    softcap: c, for c tanh(logit / c)."""
+    softcap: c in c tanh(logit / c)."""
     contract = ((2,), (1,))
     logits_BSv = lax.dot_general(
         x_BSD, table_vD, (contract, ((), ())), preferred_element_type=jnp.float32
@@ -89,8 +89,8 @@ def vocab_losses(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=Non
 
 
 def vocab_scores(x_BsD, table_vD, targets_BS, vocab: int, axes: Axes, bias_v=None, softcap=None):
-    """(loss_BS, hit_BS) in float32: `vocab_losses`, and 1 where the target is the likeliest of the
-    vocabulary (the first of several). Not to be differentiated."""
+    """(loss_BS, hit_BS) in float32: `vocab_losses`, and 1 if the target is the likeliest token of
+    the vocabulary (the first among equals). Not to be differentiated."""
     x_BSD = _enter_head(x_BsD, axes)
     logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v, softcap)
     loss_BS, largest_BS, _ = _from_logits(logits_BSv, targets_BS, axes)
@@ -105,7 +105,7 @@ def _from_logits(logits_BSv, targets_BS, axes: Axes):
     """(loss_BS, largest_BS, the gradient of each loss with respect to logits_BSv)"""
     shard = logits_BSv.shape[-1]
     largest_BS = logits_BSv.max(axis=-1)
-    # -inf where all of a device's rows are padding.
+    # It is -inf if all of a device's rows are padding.
     from_BS = jnp.where(jnp.isfinite(largest_BS), largest_BS, 0.0)
     total_BS = jnp.exp(logits_BSv - from_BS[..., None]).sum(axis=-1)
     rows_BS, mine_BS = _rows(targets_BS, shard, axes)
@@ -130,25 +130,26 @@ def _losses(x_BSD, table_vD, bias_v, targets_BS, vocab: int, axes: Axes, softcap
 def _losses_forward(x_BSD, table_vD, bias_v, targets_BS, vocab, axes, softcap):
     logits_BSv = vocab_logits(x_BSD, table_vD, vocab, axes, bias_v, softcap)
     loss_BS, _, error_BSv = _from_logits(logits_BSv, targets_BS, axes)
-    if softcap is not None:  # what is padded has no error
+    if softcap is not None:  # padding has no error
         slope_BSv = 1 - jnp.square(logits_BSv / softcap)
         error_BSv = jnp.where(jnp.isfinite(logits_BSv), error_BSv * slope_BSv, 0)
-    # The row's factor is still to come: it is applied to what is smaller, the error or x and dx.
+    # The row's factor is applied in the backward pass, to what is smaller: the error, or x and dx.
     if not _weighs_error(x_BSD, table_vD):
         error_BSv = error_BSv.astype(x_BSD.dtype)
     return loss_BS, (x_BSD, table_vD, bias_v, error_BSv)
 
 
 def _weighs_error(x_BSD, table_vD) -> bool:
-    """Whether it is the error: a device has few rows of the table. In float16 it might vanish."""
+    """Whether that is the error: if a device has few rows of the table, but not in float16, where
+    the error might vanish."""
     rows, hidden = table_vD.shape
     return rows < hidden and x_BSD.dtype != jnp.float16
 
 
 def _losses_backward(vocab, axes, softcap, saved, dloss_BS):
     x_BSD, table_vD, bias_v, error_BSv = saved
-    # In float32: all rows share one factor, 1 / tokens, and in bfloat16 a third would be 0.2 % too
-    # large for all of them alike.
+    # In float32: all rows share one factor, 1 / tokens, and in bfloat16 a factor of 1/3 would be
+    # 0.2 % too large for all of them alike.
     factor_BS1, weighed_BSD, dtype = dloss_BS[..., None], x_BSD, x_BSD.dtype
     weighed_BSv, contract = factor_BS1 * error_BSv, (((2,), (0,)), ((), ()))
     if _weighs_error(x_BSD, table_vD):

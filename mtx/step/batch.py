@@ -1,5 +1,5 @@
-"""What a batch of host arrays may hold: looked at before it is given to devices, where an id that
-no vocabulary has would be taken for another."""
+"""Checks of a batch of host arrays, made before it is given to devices, where an id outside the
+vocabulary would be taken for another."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from mtx.config import ModelConfig
 from mtx.errors import UserError
 
-_OF_TOKENS = ("tokens", "targets", "inputs", "neighbours")  # ids; all other arrays are none
+_OF_TOKENS = ("tokens", "targets", "inputs", "neighbours")  # the arrays of ids
 
 
 def check_tokens(batch: Mapping[str, np.ndarray], model: ModelConfig) -> None:
-    """UserError for sequences longer than the model's and for ids beyond its vocabulary. Arrays
-    that lie on devices already are not looked at."""
+    """Raise UserError for sequences longer than the model's and for ids outside its vocabulary.
+    Arrays that are already on devices are not checked."""
     for name in _OF_TOKENS:
         ids = batch.get(name)
         if not isinstance(ids, np.ndarray) or not ids.size:

@@ -1,4 +1,4 @@
-"""Forward passes alone: held-out loss, scores of every token, and the next one.
+"""Forward passes only: held-out loss, scores of every token, and logits of the next token.
 
 Legend: G global batch · S sequence · M microbatches · B rows · V padded vocabulary (v: shard)
 """
@@ -22,13 +22,13 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
-    """What one can ask of a model beside its gradients, of local shards; no dropout."""
+    """What can be computed from a model besides its gradients, on local shards; no dropout."""
 
     step: Step
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The step's with F alone, without slices of sequences."""
+        """The step's pipeline with only its F, on whole sequences instead of slices."""
         pipeline = self.step.pipeline
         table = forward_table(pipeline.schedule.virtual_stages, self.step.run.microbatches)
         return replace(pipeline, schedule=table)
@@ -41,7 +41,7 @@ class Forward:
         return sum_over_tokens((losses_M.sum(), batch["weights"].sum()))
 
     def predict(self, masters: Tree, batch: Tree):
-        """logits [G, v] float32, of the token that follows each row's last one: of {"tokens":
+        """logits [G, v] float32 of the token that follows each row's last one. batch: {"tokens":
         [G, S], "last": [G]}."""
 
         def output(shared, stream, batch):

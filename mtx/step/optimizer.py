@@ -24,17 +24,17 @@ from mtx.sharding.parameter import DECAYED, MATRICES
 from mtx.strand import opened
 
 Tree = Any
-Path = tuple[Any, ...]  # of a leaf, as jax.tree_util has it
-_PARTS = "embed", "head", "layers"  # of the parameters
+Path = tuple[Any, ...]  # of a leaf, as in jax.tree_util
+_PARTS = "embed", "head", "layers"  # the top-level keys of the parameters
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """step, counted from 0 -> rate: a linear warm-up from lr / warmup_steps in step 0 to lr in step
-    warmup_steps - 1, and from lr in step warmup_steps the decay to `min_lr` in step `decay_steps`.
+    warmup_steps - 1, then the decay from lr in step warmup_steps to `min_lr` in step `decay_steps`.
 
-    After the warm-up that is Megatron-LM's OptimizerParamScheduler, but that a "wsd" decay longer
-    than what the warm-up leaves is shortened to it: there it would begin below lr. Megatron's
-    warm-up is a step behind ours: its step 0 has the rate 0.
+    After the warm-up this is Megatron-LM's OptimizerParamScheduler, except that a "wsd" decay
+    longer than the steps after the warm-up is shortened to them: in Megatron it would begin below
+    lr. Megatron's warm-up is one step behind ours: its step 0 has rate 0.
     """
     end = config.decay_steps or steps
     warmup, after = config.warmup_steps, max(end - config.warmup_steps, 1)
@@ -57,14 +57,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, steps: int, roles: Tree
 ) -> optax.GradientTransformation:
-    """What `config` names, of `mtx.optimizers`: for matrices, and where it names another for the
-    `rest`, that for all else; a parameter's role decides (`mtx.sharding.parameter`). roles: a tree
-    like the parameters. UserError where one looks at more than an element at a time.
+    """The optimizer of `mtx.optimizers` that `config` names; if it names another one as `rest`, the
+    first is for matrices and `rest` for all else, by role (`mtx.sharding.parameter`). roles: a tree
+    like the parameters. UserError if an optimizer looks at more than one element at a time.
     """
     decayed = jax.tree.map(DECAYED.__contains__, roles)
 
     def make(name: str, rate: optax.Schedule) -> optax.GradientTransformation:
-        def mask(params):  # of which those of another optimizer are masked
+        def mask(params):  # in which another optimizer's parameters are masked nodes
             return jax.tree.map(lambda _, decays: decays, params, decayed, is_leaf=_is_masked)
 
         _check(name)
@@ -86,7 +86,7 @@ def _is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-# --- what an optimizer may be ---------------------------------------------------------------------
+# --- which optimizers are allowed -----------------------------------------------------------------
 
 _ELEMENTWISE = frozenset(
     "abs add and broadcast_in_dim cbrt ceil clamp convert_element_type copy cos div eq erf exp "
@@ -94,18 +94,18 @@ _ELEMENTWISE = frozenset(
     "nextafter not or pow rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh "
     "xor".split()
 )
-_OF_SHAPES = "shape", "broadcast_dimensions", "sharding"  # of what an op says of itself
+_OF_SHAPES = "shape", "broadcast_dimensions", "sharding"  # params of an op that are about shapes
 
 
-# Of parameters of one to six dims: what differs between the two depends on sizes.
+# Two sets of sizes for parameters of one to six dims: an op that differs between them uses sizes.
 _SIZES = (2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37)
 
 
 @lru_cache
 def _check(name: str) -> None:
-    """Raises UserError where the update of an optimizer is not elementwise, so that it would be
-    another one on a shard than on a whole matrix; or where its state has arrays that are neither
-    like a parameter nor a count of updates, which could not be sharded, nor saved."""
+    """Raise UserError if an optimizer's update is not elementwise, since it would then differ
+    between a shard and a whole matrix, or if its state has arrays that are neither like a parameter
+    nor a count of updates, since those could be neither sharded nor saved."""
     module = optimizer_module(name)
     made = module.make(1e-3, weight_decay=0.1, mask=None, **module.DEFAULTS)
     if not hasattr(made, "init") or not hasattr(made, "update"):
@@ -121,8 +121,8 @@ def _check(name: str) -> None:
 
 
 def _check_said(name: str) -> None:
-    """UserError where an optimizer keeps other than its file says, does nothing with its weight
-    decay, or decays all."""
+    """Raise UserError if an optimizer does not keep as many arrays as its file says, ignores its
+    weight decay, or decays all parameters."""
     module, params = optimizer_module(name), {"layers": jax.ShapeDtypeStruct((2, 3), "float32")}
 
     def update(weight_decay: float, decays: bool) -> str:
@@ -149,7 +149,7 @@ class _Op(NamedTuple):
     """What an op does to each element."""
 
     name: str
-    values: tuple[str, ...]  # what its inputs are, where that is written in the program
+    values: tuple[str, ...]  # of those inputs that are constants in the program
     params: str
 
     def describe(self) -> str:
@@ -157,7 +157,8 @@ class _Op(NamedTuple):
 
 
 def _ops(name: str, made: optax.GradientTransformation, sizes: tuple[int, ...]) -> Iterator[_Op]:
-    """Of the first state and of an update, for parameters of such sizes; UserError as `_check`."""
+    """The ops of the first state and of an update, for parameters of these sizes; UserError as in
+    `_check`."""
     params = {"layers": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
     state = jax.eval_shape(made.init, params)
     _check_state(name, state, params)
@@ -201,8 +202,8 @@ def _check_state(name: str, state: Tree, params: Tree) -> None:
 
 
 def _equations(program: Any, constants: dict[Any, Any]) -> Iterator[tuple[JaxprEqn, bool]]:
-    """Those of a program and of its calls, in their place, and of each whether it is a call; a loop
-    over an array is none. Adds what the programs have as constants."""
+    """The equations of a program, those of a call right after it, and for each whether it is a
+    call; a loop over an array does not count as one. Adds the programs' constants."""
     body, values = opened(program)
     constants.update(zip(body.constvars, values))
     for equation in body.eqns:
@@ -221,8 +222,8 @@ def _equations(program: Any, constants: dict[Any, Any]) -> Iterator[tuple[JaxprE
 
 
 def _parts(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Of a leaf of an optimizer's state: the field that it is of, and the parameter, () if none,
-    as where it is one of several that are kept of a parameter."""
+    """The field and the parameter that a leaf of an optimizer's state belongs to; () if there is no
+    such parameter, or if the leaf is one of several that a field keeps for it."""
     first = next(
         (n for n, key in enumerate(path) if isinstance(key, DictKey) and key.key in _PARTS),
         len(path),
@@ -234,7 +235,7 @@ def _parts(path: Path) -> tuple[str, tuple[str, ...]]:
 
 def state_arrays(state: Tree) -> dict[str, Any]:
     """The arrays of an optimizer's state that are like parameters, by name: "mu.embed.tokens".
-    Its counts of updates, which are all the rest, are left out."""
+    Counts of updates, the only other arrays, are left out."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         field, parameter = _parts(path)
@@ -244,7 +245,7 @@ def state_arrays(state: Tree) -> dict[str, Any]:
 
 
 def state_specs(shapes: Tree, specs: Tree) -> Tree:
-    """The PartitionSpecs of a state, from those of the parameters; counts are whole everywhere."""
+    """The PartitionSpecs of a state, from those of the parameters; counts are replicated."""
 
     def spec(path: Path, _):
         _, parameter = _parts(path)
@@ -254,7 +255,7 @@ def state_specs(shapes: Tree, specs: Tree) -> Tree:
 
 
 def state_with(shapes: Tree, arrays: dict[str, Any], count: Callable[[], Any]) -> Tree:
-    """A state of these shapes, of what `state_arrays` gave; `count()` for each count of updates."""
+    """A state of these shapes from what `state_arrays` returned; `count()` makes each count."""
 
     def value(path: Path, _):
         field, parameter = _parts(path)
@@ -276,7 +277,8 @@ class LossScale(NamedTuple):
         return cls(jnp.float32(scale), jnp.int32(0))
 
     def after(self, finite, config: OptimizerConfig, compute_dtype: str):
-        """Halved after a step that was not finite, doubled after a window of finite ones."""
+        """The next scale: halved after a step that was not finite, doubled after a window of
+        finite ones."""
         if compute_dtype != "float16":
             return self
         good_steps = jnp.where(finite, self.good_steps + 1, 0)

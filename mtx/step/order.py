@@ -1,5 +1,5 @@
-"""Model order: the form in which layouts are compared, each kind's layers [L, ...] as the model has
-them, global shapes, no padding; and back to the order in which a layout holds them, [P, C, N, ...].
+"""Canonical form, in which layouts are compared: each kind's layers [L, ...] in model order, global
+shapes, no padding; and its inverse, to the order in which a layout holds layers, [P, C, N, ...].
 
 Legend: P stages · C chunks · N layers of a kind in a chunk · L layers of a kind
 """
@@ -21,7 +21,7 @@ Tree = Any
 
 def to_canonical(tree: Tree, states: States) -> Tree:
     """A tree like the parameters, or like the trained ones (gradients, moments) -> layers
-    [L, ...], no padding. Of host arrays, host arrays."""
+    [L, ...], no padding. Host arrays give host arrays."""
     tree = jax.tree.map(lambda a, shard: shard.unpad(a), tree, _like(tree, states.shards))
     vocab = states.run.model.vocab
 
@@ -50,7 +50,7 @@ def from_canonical(tree: Tree, states: States) -> Tree:
 
 
 def _like(tree: Tree, whole: Tree) -> Tree:
-    """Of nested dicts the leaves that `tree` has as well."""
+    """`whole` with only the leaves that `tree` has as well; both are nested dicts."""
     return {k: _like(v, whole[k]) if isinstance(v, dict) else whole[k] for k, v in tree.items()}
 
 

@@ -1,4 +1,4 @@
-"""A run's state: what is in it, where each array lies, and the first one.
+"""A run's state: its arrays, how each is sharded, and the first state.
 
 Legend: P stages · C chunks · N layers of a kind in a chunk
 """
@@ -30,8 +30,8 @@ Tree = Any
 
 
 class TrainState(NamedTuple):
-    """All that a step changes, and what is frozen. Masters and moments are float32, sharded over
-    replicas as well; frozen parameters are of the compute type."""
+    """Everything that a step changes, and the frozen parameters. Masters and moments are float32,
+    sharded over the replicas as well; frozen parameters have the type they are computed with."""
 
     step: jax.Array  # int32 []
     params: Tree  # the masters: {"embed", "head", "layers": {kind: leaves [P, C, N, ...]}}
@@ -39,30 +39,30 @@ class TrainState(NamedTuple):
     loss_scale: LossScale
     skipped: jax.Array  # int32 [], steps whose gradients were not finite
     checksums: jax.Array | None = (
-        None  # uint32, one a device: of its masters and moments; if wanted
+        None  # uint32, one per device, of its masters and moments; if wanted
     )
 
 
 class Metrics(NamedTuple):
     """What a step reports; float32 []."""
 
-    loss: jax.Array  # mean over the tokens of the global batch; of the head alone
+    loss: jax.Array  # mean over the tokens of the global batch; the head's loss only
     gradient_norm: jax.Array  # before clipping
     learning_rate: jax.Array
     loss_scale: jax.Array
-    finite: jax.Array  # 1, or 0 where the update was skipped
-    corrupt: jax.Array  # one a device: 1 where memory has changed by itself; [] without checksums
-    # what layers add to the loss, the mean over the tokens; None where they have no such losses
+    finite: jax.Array  # 1, or 0 if the update was skipped
+    corrupt: jax.Array  # one per device: 1 if memory has changed by itself; [] without checksums
+    # losses that layers add, mean over the tokens; None if layers have no such losses
     aux_loss: jax.Array | None = None
-    # {kind: {path: [P, C, N, ...]}}: what was counted for states in this step, experts' load
+    # {kind: {path: [P, C, N, ...]}}: counted for states in this step, such as experts' load
     counted: Tree = None
-    # that of tokens after the next, times its weight, as it is minimised beside the loss
+    # the loss of the tokens after the next, times its weight, as it is minimised with `loss`
     second_loss: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """The states of a run on its layout: shapes, specs, and the first."""
+    """The states of a run on its layout: their shapes and specs, and the first state."""
 
     run: RunConfig
     model: PipelineModel
@@ -73,7 +73,7 @@ class States:
         return make_optimizer(self.run.optimizer, self.run.steps, self.of_trained(self.model.roles))
 
     def of_trained(self, tree: Tree) -> Tree:
-        """Of a tree like the parameters: what has gradients and moments, and is updated."""
+        """The part of a tree like the parameters that is trained: it has gradients and moments."""
         return chosen(tree, self.model.trained)
 
     @cached_property
@@ -86,7 +86,7 @@ class States:
 
     @cached_property
     def param_shapes(self) -> Tree:
-        """The global shape of every parameter, layers stacked; float32, or as `kept`."""
+        """The global shape of every parameter, layers stacked; float32, or the type from `kept`."""
 
         def of_kind(kind: str) -> Tree:
             slots = self.placement.slots_of(kind).shape
@@ -97,8 +97,8 @@ class States:
         return jax.eval_shape(self.kept, shapes | {"layers": layers})
 
     def kept(self, params: Tree) -> Tree:
-        """Parameters as a state has them: float32 masters and, of what is frozen, only what is
-        computed with, which no update could be lost in."""
+        """Parameters as a state holds them: float32 masters, and frozen parameters only in the type
+        they are computed with, in which no update can be lost."""
         dtype = self.run.model.compute_dtype
 
         def cast(a, trained, role):
@@ -108,8 +108,9 @@ class States:
 
     @cached_property
     def by_pipeline(self) -> Tree:
-        """Which parameters the pipeline gathers, and reduce-scatters the gradients of: with zero=3
-        those of layers; a layer at a time its matrices. The step does it with all others. bool."""
+        """Whether the pipeline gathers a parameter and reduce-scatters its gradient, bool: with
+        zero=3 it does so for the parameters of layers; if it gathers one layer at a time, for their
+        matrices only. The step does so for all others."""
         layout = self.run.layout
 
         def is_by_pipeline(path, role) -> bool:
@@ -120,13 +121,13 @@ class States:
 
     @cached_property
     def shards(self) -> Tree:
-        """How every master is sharded over the replicas; in a chunk's own dims or in a layer's,
-        where the pipeline gathers one at a time."""
+        """How every master is sharded over the replicas: in the own dims of a chunk or of a layer,
+        if the pipeline gathers one of them at a time."""
         windows, sizes = self.run.layout.by_windows(self.run.model), self.run.layout.sizes
 
         def shard(path, a, spec, by_pipeline, role, trained):
             stacked = 3 if by_pipeline else 2 if windows and is_of_layers(path) else 0
-            # A rule looks at all of a state. What is frozen is gathered once, but with zero=3.
+            # A rule reads a whole state. Frozen parameters are whole too, except with zero=3.
             whole = role == "state" or (not trained and self.run.layout.zero == 1)
             return shard_over_replicas(a.shape, spec, sizes=sizes, stacked=stacked, whole=whole)
 
@@ -138,7 +139,7 @@ class States:
     @cached_property
     def pipeline_shards(self) -> Tree:
         """How the leaves of a chunk, [N, ...], or of a layer are sharded until the pipeline gathers
-        them; {kind: ...}. None where it gathers nothing."""
+        them; {kind: ...}. None if it gathers nothing."""
         layout = self.run.layout
         if layout.zero != 3:
             return None
@@ -150,15 +151,15 @@ class States:
 
     @cached_property
     def chunk_shards(self) -> Tree:
-        """How a chunk's leaves [N, ...] are sharded, {kind: ...}, where the pipeline gathers and
-        scatters them beside its ticks; else None."""
+        """How a chunk's leaves [N, ...] are sharded, {kind: ...}, if the pipeline gathers and
+        scatters them beside its ticks; otherwise None."""
         if not self.run.layout.by_windows(self.run.model):
             return None
         return jax.tree.map(lambda shard: shard.below(2), self.shards["layers"])
 
     @cached_property
     def specs(self) -> TrainState:
-        """The PartitionSpec of every array of the state; of the masters, with ZeRO's shards."""
+        """The PartitionSpec of every array of the state, with ZeRO's shards of the masters."""
         params = jax.tree.map(lambda shard: shard.spec, self.shards)
         moments = state_specs(self.shapes.moments, params)
         checksums = P(*AXES) if self.run.guard.checksums else None
@@ -171,7 +172,7 @@ class States:
         return jax.eval_shape(self._padded, self.param_shapes)
 
     def first(self, seed) -> TrainState:
-        """The state that training starts from; checksums are still to be taken."""
+        """The state that training starts from; its checksums are not computed yet."""
         return self._padded(self._params(seed))
 
     def _padded(self, params: Tree) -> TrainState:
@@ -191,7 +192,7 @@ class States:
         def of_kind(kind: str) -> Tree:
             slots = self.placement.slots_of(kind)
             numbers = np.append(self.placement.layers_of(kind), EMPTY)
-            layers = jnp.asarray(numbers[slots.ravel()])  # EMPTY, -1, reads the last
+            layers = jnp.asarray(numbers[slots.ravel()])  # EMPTY is -1: the last
             params = jax.vmap(partial(self.model.init_layer, kind, seed))(layers)
             return jax.tree.map(partial(stacked, slots=slots), params)
 
@@ -211,7 +212,7 @@ def _check_divided(sizes: dict[str, int], path, a, spec: P) -> None:
 
 
 def stacked(a, *, slots: np.ndarray):
-    """A leaf [P*C*N, ...] of the layers in these slots as [P, C, N, ...], zero in empty ones."""
+    """A leaf [P*C*N, ...] of the layers in these slots as [P, C, N, ...], zero in empty slots."""
     if (slots == EMPTY).any():
         used = (slots.ravel() != EMPTY).reshape(-1, *(1,) * (a.ndim - 1))
         a = namespace(a).where(used, a, 0)
@@ -219,5 +220,5 @@ def stacked(a, *, slots: np.ndarray):
 
 
 def is_of_layers(path: tuple) -> bool:
-    """Whether a parameter is of a layer, not of embedding or head."""
+    """Whether a parameter belongs to a layer, not to the embedding or head."""
     return path[0].key == "layers"

@@ -1,14 +1,14 @@
 """One training step, top to bottom: the file to read first.
 
-It runs inside of one `shard_map` over the whole mesh, a pure function of (state, batch), and never
+It is a pure function of (state, batch), runs inside one `shard_map` over the whole mesh, and never
 asks which devices there are:
 
-1. gather the parameters in the compute type from the masters that are sharded over the replicas;
+1. gather the parameters in the compute type from the masters, which are sharded over replicas;
 2. run the pipeline: losses, and gradients in float32;
-3. sum partial gradients over the axes that have seen other parts of the batch;
-4. clip by the norm over all axes; skip the update where it is not finite;
-5. update each device's shard of the masters, by the optimizer of each role (`mtx.optimizers`);
-   states, such as a router's balance bias, by rules of their own from what was counted.
+3. sum partial gradients over the axes along which devices have seen other parts of the batch;
+4. clip by the norm over all axes; skip the update if it is not finite;
+5. update each device's shard of the masters with the optimizer of each role (`mtx.optimizers`), and
+   states, such as a router's balance bias, by their own rules from what was counted.
 
 Legend: G global batch · S sequence · M microbatches · B rows of one · C chunks ·
 N layers of a kind in a chunk
@@ -40,12 +40,12 @@ from mtx.step.optimizer import learning_rate
 from mtx.step.state import Metrics, States, TrainState, is_of_layers
 
 Tree = Any
-DROPOUT_STREAM = 2**31 - 1  # of the seed's key; initial values take those of layer + 1
+DROPOUT_STREAM = 2**31 - 1  # folded into the seed's key; initial values fold in layer + 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """A step of a run, of local shards."""
+    """A run's step, on local shards."""
 
     run: RunConfig
     axes: Axes
@@ -53,7 +53,7 @@ class Step:
     pipeline: Pipeline
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """(the next state, what is reported). batch: this device's part of it, [G/d, S/c] each."""
+        """(the next state, metrics). batch: this device's part, arrays [G/d, S/c]."""
         config, dtype, states = self.run.optimizer, self.run.model.compute_dtype, self.states
         scale = state.loss_scale.scale
         losses, gradients = self.losses_and_gradients(state.params, batch, state.step, scale)
@@ -89,8 +89,8 @@ class Step:
         return self.with_checksums(new), metrics
 
     def losses_and_gradients(self, masters: Tree, batch: Tree, step, scale):
-        """(mean losses by name, gradients of scale * their sum), shards like the masters that are
-        trained, summed; of states, what was counted."""
+        """(mean losses by name, gradients of scale * their sum). Gradients are summed and sharded
+        like the trained masters; for states they are what was counted."""
         with jax.named_scope("gather_params"):
             params = self.gather(masters, whole=self.pipeline.chunk_shards is None)
         with jax.named_scope("pipeline"):
@@ -109,10 +109,10 @@ class Step:
             gradients = jax.tree.map(self._reduce, gradients, *map(states.of_trained, trees))
         return jax.tree.map(lambda sum: sum_over_tokens(sum) / tokens, losses), gradients
 
-    # -- states, which no optimizer moves ---------------------------------------------------------
+    # -- states, which no optimizer updates -------------------------------------------------------
 
     def _apart(self, gradients: Tree) -> tuple[Tree, Tree]:
-        """(gradients, with zeros for states; what was counted for these, None for all others)"""
+        """(gradients, with zeros for states; what was counted for states, None for all others)"""
         rules = self._rules
         zeroed = by_rule(lambda rule, g: jnp.zeros_like(g) if rule else g, rules, gradients)
         return zeroed, by_rule(lambda rule, g: g if rule else None, rules, gradients)
@@ -128,8 +128,8 @@ class Step:
         return self.states.of_trained(self.states.model.rules)
 
     def _of_all_stages(self, counted: Tree) -> Tree:
-        """{kind: {path: [P, C, N, ...]}} on every device, but of float8's histories; None where
-        there are no states."""
+        """{kind: {path: [P, C, N, ...]}} on every device, without float8's histories; None if there
+        are no states."""
         found = {
             kind: {
                 keystr(path, simple=True, separator="."): lax.all_gather(
@@ -144,9 +144,9 @@ class Step:
         return found or None
 
     def gather(self, masters: Tree, *, whole: bool = True, float8: bool = True) -> Tree:
-        """This stage's parameters in the compute type: those of embedding and head, and of its
-        layers {kind: [C, N, ...]}, of which zero=3 leaves each device its shard; so does whole=
-        False. float8: those that are chosen by `fp8` are quantised."""
+        """This stage's parameters in the compute type: those of the embedding and head, and those
+        of its layers, {kind: [C, N, ...]}, of which with zero=3 or whole=False each device has only
+        its shard. float8: the parameters that `fp8` chooses are quantised."""
         dtype, model = jnp.dtype(self.run.model.compute_dtype), self.states.model
         quantises = float8 and self.run.model.fp8 != "off"
 
@@ -169,8 +169,9 @@ class Step:
         )
 
     def _quantised(self, master, history, shard, late: bool) -> Quantised:
-        """A stage's weights [C, N, ...], each layer's a tensor of its own. history: theirs, [1, C,
-        N, ...]; None without. late: left to be gathered; else gathered here, a byte an element."""
+        """A stage's weights [C, N, ...], where each layer's is a tensor of its own. history: of the
+        weights, [1, C, N, ...], or None. late: the weights are gathered later; otherwise they are
+        gathered here, at one byte per element."""
         model, over = self.run.model, axes_of(shard.spec[2:])
         by_layers = shard.dim is not None and shard.dim < 2
         if history is not None:
@@ -193,8 +194,8 @@ class Step:
         )
 
     def _reduce(self, gradient, spec, shard, summed):
-        """A gradient's shard of its sum over `sum_axes`. summed: over the replicas, by the
-        pipeline."""
+        """This device's shard of a gradient's sum over `sum_axes`. summed: whether the pipeline
+        has summed it over the replicas."""
         over = sum_axes(spec, sequence_parallel=self.axes.sequence_parallel)
         beside_replicas = tuple(axis for axis in over if axis not in replica_axes(spec))
         if beside_replicas:
@@ -202,8 +203,8 @@ class Step:
         return gradient if summed else shard.reduce_scatter(gradient)
 
     def microbatches(self, batch: Tree) -> Tree:
-        """This device's part [G/d, S/c] as microbatches [M, B, S/c], weighed. Raises UserError
-        where they are not those of a global batch."""
+        """This device's part [G/d, S/c] as microbatches [M, B, S/c], weighed. Raises UserError if
+        the parts do not make a global batch."""
         size = self.run.layout.microbatch
         rows = self.run.layout.replicas * len(batch["tokens"])
         if rows != self.run.global_batch:
@@ -216,20 +217,20 @@ class Step:
         return jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
 
     def _total(self, array):
-        """The sum of all of a batch's array, [B] or [B, S]."""
+        """The sum of an array of the batch, [B] or [B, S], over all devices' parts."""
         return lax.psum(array.sum(), axes_of(batch_spec(array, self.axes)))
 
-    # -- whether memory has kept what was in it ---------------------------------------------------
+    # -- whether memory has changed by itself -----------------------------------------------------
 
     def with_checksums(self, state: TrainState) -> TrainState:
-        """The state with the checksum of what this device holds, where checksums are wanted."""
+        """The state with the checksum of what this device holds, if checksums are wanted."""
         if not self.run.guard.checksums:
             return state
         own = checksum((state.params, state.moments))
         return state._replace(checksums=own.reshape((1,) * len(AXES)))
 
     def _corrupt(self, state: TrainState):
-        """Metrics.corrupt"""
+        """`Metrics.corrupt`."""
         if state.checksums is None:
             return jnp.float32(0)
         changed = self.with_checksums(state).checksums != state.checksums
@@ -238,24 +239,24 @@ class Step:
 
 
 def by_rule(function, rules: Tree, *trees: Tree) -> Tree:
-    """function(rule, leaf of each tree); a rule may be None, and so may a leaf."""
+    """A tree of function(rule, leaf of each tree); rules and leaves may be None."""
     is_leaf = lambda rule: rule is None or callable(rule)  # noqa: E731
     return jax.tree.map(function, rules, *trees, is_leaf=is_leaf)
 
 
 def sum_over_tokens(values):
-    """Of what each device has of its part of the batch."""
+    """The sum over devices of values that each has from its part of the batch."""
     return lax.psum(values, TOKENS)
 
 
 def batch_spec(array, axes: Axes) -> P:
     """The PartitionSpec of an array of a batch: [G, S] in the devices' order of a sequence
-    (`mtx.sharding.sequence`), or [G] and what has further dims, as pixels."""
+    (`mtx.sharding.sequence`), or [G], or an array of more dims, such as pixels."""
     return P(BATCH, axes.context) if array.ndim == 2 else P(BATCH)
 
 
 def _samples(batch: Tree):
-    """int32 [M, B]: the places of this replica's rows in the global batch."""
+    """int32 [M, B]: the indices of this replica's rows in the global batch."""
     shape = batch["tokens"].shape[:2]
     first = lax.axis_index(BATCH) * shape[0] * shape[1]
     return first + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)

@@ -42,11 +42,11 @@ Tree = Any
 class Trainer:
     """A run's model, layout and schedule as functions of (state, batch).
 
-    Nothing touches a device until `init`, `train_step` or another of its functions is called, and
-    `mesh` is then the one of the real devices unless another is given. It is written for an
-    abstract mesh, runs on whatever mesh its state lies on, and compiles for devices that are not
-    there. Which ones are there is asked where the layout leaves the kernel of attention open, or
-    whether ticks are woven.
+    Nothing touches a device until `init`, `train_step` or another of its functions is called;
+    `mesh` is then that of the real devices, unless one was given. The step is written for an
+    abstract mesh: it runs on whatever mesh its state lies on, and compiles for devices that are
+    absent. A trainer asks which devices there are only if the layout leaves open the attention
+    kernel, or whether ticks are woven.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Trainer:
         check_shape(self.schedule, layout, run.microbatches)
 
     def _choose_weave(self, run: RunConfig) -> tuple[Layout, str]:
-        """(the layout of `run` with weave="auto" chosen, why): on GPUs whose data are known, where
-        matmuls read weights in place."""
+        """(the layout of `run` with a choice for weave="auto", why). It is made on GPUs that
+        `mtx.plan.hardware` knows, if matmuls read weights in place there."""
         is_open = run.layout.weave == "auto" and run.layout.weaves and xla.version() >= xla.IN_PLACE
         known = is_open and self.platform == "gpu"
         device = find_hardware(self.devices[0].device_kind) if known else None
@@ -75,7 +75,7 @@ class Trainer:
 
     @cached_property
     def devices(self) -> list:
-        """Those of the mesh that was given, or of this machine."""
+        """The devices of the mesh that was given, or of this machine."""
         return list(self._mesh.devices.flat) if self._mesh else jax.devices()
 
     @cached_property
@@ -86,7 +86,7 @@ class Trainer:
 
     @cached_property
     def axes(self) -> Axes:
-        """Those that local shards are written for."""
+        """The axes that local shards are written for."""
         in_place = self.platform == "gpu" and xla.version() >= xla.IN_PLACE
         layout = self.run.layout
         permutes = self.platform != "cpu" or layout.pipe == 1
@@ -105,12 +105,12 @@ class Trainer:
         )  # fmt: skip
 
     def head(self) -> Any:
-        """The config of another head than the family's; None: the family's."""
+        """The config of a head that replaces the family's; None: the family's."""
         return None
 
     def _kernel(self) -> AttentionKernel:
-        """ "auto" looks at a device, of the mesh that was given or of this machine; cuDNN cannot be
-        compiled for devices that are not there."""
+        """The layout's attention kernel. "auto" looks at a device of the mesh that was given, or of
+        this machine, since cuDNN cannot be compiled for absent devices."""
         wanted = self.run.layout.attention
         if wanted == "blocked":
             return wanted
@@ -148,7 +148,7 @@ class Trainer:
     def step(self) -> Step:
         return Step(run=self.run, axes=self.axes, states=self.states, pipeline=self.pipeline)
 
-    # -- where everything lies --------------------------------------------------------------------
+    # -- how everything is sharded ----------------------------------------------------------------
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -160,7 +160,7 @@ class Trainer:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     def shard_map(self, f, in_specs, out_specs):
-        """f of local shards, as a function of arrays on this trainer's mesh."""
+        """f, a function of local shards, as one of arrays on this trainer's mesh."""
         # check_vma=False: the collectives' gradients are our own (sharding.collectives), and a cond
         # on a stage-dependent predicate gives wrong gradients under it (jax issue 40823).
         sizes = tuple(self.run.layout.sizes.values())
@@ -168,9 +168,9 @@ class Trainer:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def place(self, batch: dict[str, np.ndarray]) -> Tree:
-        """A batch of host arrays, [G, S] or [G], each device given its part. Positions [S] are put
-        in the order of the devices first (`mtx.sharding.sequence`). UserError for tokens that the
-        model does not take."""
+        """A batch of host arrays, [G, S] or [G], placed so that each device has its part. Positions
+        [S] are first put in the order of the devices (`mtx.sharding.sequence`). UserError for
+        tokens that the model does not take."""
         check_tokens(batch, self.run.model)
 
         def place(a):
@@ -188,16 +188,16 @@ class Trainer:
         return batch_spec(array, self.axes)
 
     def _cut(self, array) -> bool:
-        """Whether positions of an array of a batch are cut."""
+        """Whether the positions of a batch's array are sharded."""
         return axes_of(self._batch_spec(array)) != BATCH
 
     def _order(self, array) -> np.ndarray:
         return zigzag(array.shape[1], self.axes.context_shards)
 
-    # -- the beginning ----------------------------------------------------------------------------
+    # -- the first state --------------------------------------------------------------------------
 
     def init(self, seed: int | None = None) -> TrainState:
-        """The first state, made shard by shard where it lies; the same values on every layout."""
+        """The first state, each shard made on its device; the same values on every layout."""
         return self.with_checksums(self._first(self.run.seed if seed is None else seed))
 
     @cached_property
@@ -214,8 +214,8 @@ class Trainer:
         return jax.jit(self.states.of, out_shardings=shardings, donate_argnums=0)
 
     def masters_from(self, params: Tree) -> Tree:
-        """The first state's `params` with these values, float32 in canonical form; put in order on
-        the host, each device given its part."""
+        """The first state's `params` with these values, given as float32 in canonical form. The
+        host puts them in the layout's order and gives each device its part."""
         masters = self.states.kept(self.from_canonical(jax.device_get(params)))
 
         def place(a, sharding):
@@ -225,8 +225,8 @@ class Trainer:
 
     @cached_property
     def with_checksums(self):
-        """state -> the state with the checksums of what each device holds, where they are wanted.
-        Every step takes those of what it returns and compares those of what it is given."""
+        """state -> the state with the checksums of what each device holds, if they are wanted.
+        Every step computes those of the state it returns and checks those of the state it gets."""
         if not self.run.guard.checksums:
             return lambda state: state
         specs = self.states.specs
@@ -243,7 +243,7 @@ class Trainer:
         return jax.jit(step, donate_argnums=0, compiler_options=options)
 
     def of_batch(self, f, specs, out_specs):
-        """f of (what has `specs`, the local part of a batch), as `shard_map` has it."""
+        """`shard_map` of f, a function of (values that have `specs`, the local part of a batch)."""
 
         def mapped(state, batch):
             of_batch = jax.tree.map(self._batch_spec, batch)
@@ -253,8 +253,8 @@ class Trainer:
 
     def compile_step(self, mesh: Mesh | None = None):
         """The step, compiled for this trainer's mesh or another, from shapes alone: nothing is
-        allocated, and the devices of `mesh` need not be there. Those of another kind need a layout
-        that names the kernel of attention."""
+        allocated, and the devices of `mesh` may be absent. If they are of another kind, the layout
+        has to name the attention kernel."""
         shardings = self.shardings(self.states.specs, mesh)
         state = jax.tree.map(_abstract, self.states.shapes, shardings)
         fields = self.model.batch_fields(self.run.global_batch)
@@ -269,14 +269,14 @@ class Trainer:
 
     @cached_property
     def predict(self):
-        """(state, {"tokens": [G, S], "last": [G]}) -> logits [G, V] float32, of the token that
-        follows each row's last one, at that place. V is padded, the padding -inf."""
+        """(state, {"tokens": [G, S], "last": [G]}) -> logits [G, V] float32 of the token that
+        follows each row's last one, which is at position `last`. V is padded, with -inf."""
         return self._forward(Forward(step=self.step).predict, P(BATCH, self.axes.vocab or None))
 
     @cached_property
     def score(self):
         """(state, batch) -> (losses, hits) [G, S] float32 of batch["targets"], unweighted and
-        without dropout: a hit is 1 where the target is the likeliest token."""
+        without dropout: a hit is 1 if the target is the likeliest token."""
         score = self.of_batch(
             Forward(step=self.step).score, self.states.specs.params, P(BATCH, self.axes.context)
         )
@@ -296,11 +296,12 @@ class Trainer:
 
     def loss_and_gradients(self, state: TrainState, batch: Tree):
         """(mean loss, gradients in canonical form) of a batch of arrays [G, S], as host arrays.
-        Gradients are those of all losses, of what is trained; of states, what was counted."""
+        Gradients are those of the sum of all losses with respect to the trained parameters; for
+        states they are what was counted."""
         return self.loss_and_gradients_of(state.params, batch, step=state.step)
 
     def loss_and_gradients_of(self, masters: Tree, batch: Tree, *, step: Any = 0):
-        """`loss_and_gradients` of a state's `params` alone, and the number of its step."""
+        """`loss_and_gradients` from a state's `params` alone and its step number."""
         found = self._loss_and_gradients(masters, step, self.place(batch))
         loss, gradients = jax.device_get(found)
         return loss, self.to_canonical(gradients)
@@ -321,11 +322,11 @@ class Trainer:
 
         return jax.jit(run, out_shardings=NamedSharding(self.mesh, P()))
 
-    # -- model order ------------------------------------------------------------------------------
+    # -- canonical form ---------------------------------------------------------------------------
 
     def to_canonical(self, tree: Tree) -> Tree:
-        """A tree like the masters (gradients, moments) -> layers [L, ...], no padding. Of host
-        arrays, host arrays, and without a program to compile; so `from_canonical`."""
+        """A tree like the masters (gradients, moments) -> layers [L, ...], no padding. Host arrays
+        give host arrays, without compiling a program; likewise in `from_canonical`."""
         return to_canonical(tree, self.states)
 
     def from_canonical(self, tree: Tree) -> Tree:

@@ -1,7 +1,7 @@
-"""XLA's options for the training step: the one place that sets any.
+"""XLA's options for the training step: the only place that sets any.
 
-Each stands with its reason and with the first JAX whose XLA takes it. Who names an option in
-XLA_FLAGS sets it: then it is left alone.
+Each has its reason and the first JAX whose XLA accepts it. An option that is named in XLA_FLAGS is
+left as it is set there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Option:
     reason: str
 
 
-# A weight is read at an offset into its stack, and its gradient added there, by the matmul itself:
-# what it takes are float32 gradients in the weight's order, constant offsets of chunks, and these.
+# From this version the matmul itself reads a weight at an offset into its stack and adds its
+# gradient there, given float32 gradients in the weight's order, constant offsets of chunks, and
+# the options below.
 IN_PLACE = (0, 11)
 GPU = (
     Option(
@@ -72,13 +73,13 @@ OFFLOAD = (
 
 
 def version() -> tuple[int, ...]:
-    """Of JAX: (0, 12)."""
+    """The version of JAX, as (0, 12)."""
     return tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
 def options(platform: str, *, offload: bool = False) -> dict[str, bool | int | str]:
-    """The options of a step that is compiled for "gpu", with residuals on the host or without; for
-    others there are none."""
+    """The options of a step compiled for platform "gpu", none for others. offload: residuals are
+    moved to the host."""
     given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
     wanted = GPU + (OFFLOAD if offload else ())
     return {

@@ -1,8 +1,8 @@
-"""Checksums of what devices hold: has it changed by itself, and do replicas still agree?
+"""Checksums of what devices hold: has any of it changed by itself, and do replicas still agree?
 
-Masters and moments are sharded over `data`, so most of them are held once. What several devices
-hold nevertheless must be the same to the bit: the parameters in the compute type, which every
-replica gathers; norms, biases and positions, which every device of `tensor`, or every stage, has.
+Masters and moments are sharded over `data`, so most of them are held once. Arrays that several
+devices do hold must be identical to the bit: the parameters in the compute type, which every
+replica gathers; norms, biases and positions, which every device of `tensor`, or every stage, holds.
 
 Legend: P stages · D replicas · T tensor shards
 """
@@ -34,8 +34,8 @@ class Audit:
         self._compiled: jax.stages.Compiled | None = None
 
     def differences(self, state: TrainState) -> list[str]:
-        """One line for each array of which devices hold different copies: its name, and the
-        devices that hold another value than most do. Empty where all is well."""
+        """One line for each array whose copies differ: its name, and the devices whose copy is not
+        the one that most devices hold. Empty if all copies agree."""
         specs = self._specs()
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(specs)]
         table_LPDT = np.asarray(jax.device_get((self._compiled or self._table)(state)))
@@ -46,7 +46,7 @@ class Audit:
         ]
 
     def compile(self, state: TrainState) -> None:
-        """So that `differences` need not, when it is first asked."""
+        """Compiles ahead of time, so that the first call of `differences` need not."""
         self._compiled = self._table.lower(state).compile()
 
     def _specs(self) -> Tree:
@@ -79,8 +79,8 @@ class Audit:
 
 
 def _odd_ones(words_PDT: np.ndarray, spec: P) -> np.ndarray:
-    """bool [P, D, C, T]: the devices whose checksum is not that of most that hold the same;
-    of two that differ, both."""
+    """bool [P, D, C, T]: the devices whose checksum is not the most frequent one among the devices
+    that hold the same shard; if there is a tie, all of those devices."""
     shared = [dim for dim, axis in enumerate(AXES) if axis not in axes_of(spec)]
     odd = np.zeros(words_PDT.shape, bool)
     own = [range(1) if dim in shared else range(n) for dim, n in enumerate(words_PDT.shape)]

@@ -1,5 +1,5 @@
-"""Fine-tuning on conversations: what is read, how it is written, and the run. Any model that
-predicts the next token, all of it or adapters beside it (`lora_rank`).
+"""Fine-tuning on conversations: how they are read, the template that renders them, and the run.
+For any model that predicts the next token; trains all of it, or adapters (`lora_rank`).
 
 G rows of a batch.
 """
@@ -33,10 +33,10 @@ from mtx.step.state import TrainState
 from mtx.step.trainer import Trainer
 from mtx.train.finetune import Finetuning
 
-CHAT = "chat"  # in a checkpoint's extra: the template that it has learned
+CHAT = "chat"  # key in a checkpoint's extra: the template that the model has learned
 TemplateName = Literal["auto", "chatml"]
 Long = Literal["refuse", "skip"]
-_HELD_OUT = 9  # what random numbers are for
+_HELD_OUT = 9  # in the key of random numbers: what they are for
 
 
 class Conversation(NamedTuple):
@@ -45,8 +45,8 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(names: Sequence[str]) -> list[Conversation]:
-    """JSON lines {"messages": [{"role": ..., "content": ...}, ...]}. UserError, with the line, for
-    anything else, and for a conversation in which the assistant says nothing."""
+    """Reads JSON lines {"messages": [{"role": ..., "content": ...}, ...]}. UserError, with the
+    line, for anything else, and for a conversation in which the assistant says nothing."""
     found = []
     for where, record in read_records(names):
         messages = record.get("messages")
@@ -80,8 +80,8 @@ def find_template(
     checkpoints: Checkpoints, tokenizer: Tokenizer, *, name: TemplateName = "auto",
     step: int | None = None,
 ) -> Template:  # fmt: skip
-    """The one that the model has learned in a fine-tuning, or else its own, of the files that came
-    with it; ChatML where there is neither, or where it is named."""
+    """The template that the model has learned in a fine-tuning, or else its own, from the files
+    that came with it; ChatML if there is neither, or if `name` asks for it."""
     if name == "chatml":
         return ChatML()
     learned = checkpoints.extra(step).get(CHAT)
@@ -100,7 +100,7 @@ def find_template(
 
 
 def _source(folder: Path, config: dict) -> str | None:
-    """Of a model's own template: in a file of its own or in its tokenizer's config."""
+    """The source of a model's own template, from a separate file or from its tokenizer's config."""
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         return read_text(alone)
@@ -138,8 +138,9 @@ def make_rows(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, template: Template,
     model: ModelConfig, *, seed: int, long: Long = "refuse",
 ) -> tuple[ChatRows, int]:  # fmt: skip
-    """(rows, how many conversations are too long and left out). UserError, with the line, for one
-    that cannot be written, has a token beyond the model's, or is too long where that is refused."""
+    """(rows, how many conversations were left out as too long). UserError, with the line, for a
+    conversation that cannot be rendered, has a token beyond the model's vocabulary, or is too long
+    if `long` is "refuse"."""
     kept: list[Tokens] = []
     for conversation in conversations:
         try:
@@ -188,7 +189,7 @@ def hold_out(
 
 
 def check_chat(model: ModelConfig) -> None:
-    """Raises UserError for a model that cannot go on with a conversation."""
+    """Raises UserError for a model that cannot continue a conversation."""
     if model.reads_images:
         raise UserError(
             f"family={model.family!r} learns conversations about images by mtx train RUN_DIR "
@@ -203,8 +204,8 @@ def check_chat(model: ModelConfig) -> None:
 def chat_run(
     pretrained: RunConfig, model: ModelConfig, layout: Layout, how: Finetuning, *, rows: int
 ) -> RunConfig:
-    """The run of a fine-tuning on so many rows. `how.batch` rows are a step, `how.dropout` is not
-    read: the model has its own. UserError where the model has other adapters already."""
+    """The run that fine-tunes on `rows` rows, `how.batch` of them a step. `how.dropout` is not
+    used, because the model has its own. UserError if the model has other adapters already."""
     before = pretrained.model
     if before.lora_rank and model != before:
         raise UserError(
@@ -221,15 +222,15 @@ def chat_run(
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """How well a model says what the assistant says."""
+    """How well a model predicts what the assistant says."""
 
     conversations: int
-    tokens: int  # of the assistant's
+    tokens: int  # the assistant's
     loss: float  # mean over these, nats
 
 
 def judge(trainer: Trainer, state: TrainState, rows: ChatRows) -> Heard:
-    """Of rows that are held out, without dropout."""
+    """The loss on held-out rows, without dropout."""
     total = weight = 0.0
     count = trainer.run.global_batch
     for first in range(0, len(rows), count):

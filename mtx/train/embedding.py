@@ -1,8 +1,8 @@
-"""Embeddings of texts by a BERT that was trained here, as they are for neighbours (Borgeaud et al.
-2022, section 2.3: the mean of BERT's output over a chunk). Nothing of it is trained: its parameters
-are read from a checkpoint, without an optimizer, and what it makes is written down.
+"""Embeddings of texts by a BERT that was trained with mtx, by which neighbours are found (Borgeaud
+et al. 2022, section 2.3: the mean of BERT's output over a chunk). The BERT is not trained further:
+its parameters are read from a checkpoint, without an optimizer, and its embeddings are stored.
 
-Legend: G rows of a batch · S sequence · n chunks · M tokens of one · D hidden
+Legend: G rows of a batch · S sequence · n chunks · M tokens of a chunk · D hidden
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Means:
         return MeansHead(self.pretraining, build, rngs)
 
     def positions(self, rows: int, positions: int, vocab: int) -> int:
-        """All: it has no logits of tokens."""
+        """All of them, because this head has no logits of tokens."""
         return positions
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
@@ -54,7 +54,7 @@ class Means:
 
 
 class MeansHead(Pooler):
-    """norm, where the last layer has none"""
+    """norm, if the last layer has none"""
 
     def scores(self, tokens_vD, x_BSD, batch):
         """float32 [B, D]"""
@@ -69,11 +69,12 @@ class _MeansTrainer(Trainer):
 
 
 class FrozenEmbedding:
-    """A BERT's embeddings of chunks of another tokenizer's tokens: their text, encoded by its own
-    tokenizer between [CLS] and [SEP], and cut at its sequence. Runs on all devices as replicas."""
+    """A BERT's embeddings of chunks of another tokenizer's tokens. The text of a chunk is encoded
+    by the BERT's own tokenizer, put between [CLS] and [SEP], and cut to the BERT's sequence. Runs
+    on all devices as replicas."""
 
     def __init__(self, directory: str | Path, chunks: Tokenizer, *, step: int | None = None):
-        """chunks: what the chunks' tokens are of. UserError for a model that is no BERT."""
+        """chunks: the tokenizer of the chunks. UserError for a model that is not a BERT."""
         checkpoints = Checkpoints(directory)
         run, self._tokenizer = checkpoints.run(step), checkpoints.tokenizer(step)
         if run.model.objective != "masked tokens":
@@ -116,7 +117,7 @@ class FrozenEmbedding:
 
 
 def _load(checkpoints: Checkpoints, run: RunConfig, step: int | None) -> tuple[Trainer, Any]:
-    """The model with a head of means, on all devices as replicas."""
+    """The model with a `MeansHead`, on all devices as replicas."""
     replicas = jax.device_count()
     layout = Layout(data=replicas, microbatch=max(1, _ROWS // replicas))
     model = replace(run.model, dropout=0.0, attention_dropout=0.0)

@@ -1,7 +1,7 @@
 """Examples to fine-tune a BERT on: labelled texts, pairs of texts, and multiple choice.
 
-G rows of a batch · S sequence. A row is [CLS] A [SEP], or [CLS] A [SEP] B [SEP] of a pair; an
-example of multiple choice is a row for each option.
+G rows of a batch · S sequence. A row is [CLS] A [SEP], or [CLS] A [SEP] B [SEP] for a pair; an
+example of multiple choice has a row for each option.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Row(NamedTuple):
     """A text or a pair between its special tokens."""
 
     tokens: np.ndarray  # int32 [at most S]
-    second: int  # where B begins; len(tokens) where there is none
+    second: int  # where B begins; len(tokens) if there is none
 
 
 class Example(NamedTuple):
-    """What is to be told apart."""
+    """One example: its rows and the right answer."""
 
     rows: tuple[Row, ...]  # one for each option
-    label: int  # the class, or the place of the right option
+    label: int  # the index of the class, or of the right option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,12 @@ class Task:
 
     @property
     def outputs(self) -> int:
-        """Of the head."""
+        """The number of outputs of the head."""
         return len(self.labels) or 1
 
     @property
     def answers(self) -> int:
-        """Among how many one is right."""
+        """The number of answers to choose from."""
         return len(self.labels) or self.options
 
 
@@ -77,8 +77,8 @@ class Labelled(NamedTuple):
 
 
 def read_labelled(names: Sequence[str]) -> list[Labelled]:
-    """JSON lines {"text": ..., "label": ...}, for pairs with a "text_pair". A label is a text or a
-    whole number. Raises UserError as `read_records` does, and for a record of another form."""
+    """Reads JSON lines {"text": ..., "label": ...}, with a "text_pair" for pairs. A label is a text
+    or a whole number. Raises UserError as `read_records` does, and for a record of another form."""
     found = []
     for where, record in read_records(names):
         label = record.get("label")
@@ -91,7 +91,7 @@ def read_labelled(names: Sequence[str]) -> list[Labelled]:
 
 
 def classes_of(records: Sequence[Labelled]) -> tuple[str, ...]:
-    """Their labels in order: of numbers, if all are. Raises UserError where there is only one."""
+    """The labels in order, by number if all are numbers. Raises UserError if there is only one."""
     labels = {record.label for record in records}
     if len(labels) < 2:
         raise UserError(f"all examples have the label {labels.pop()!r}; two classes are needed")
@@ -100,7 +100,7 @@ def classes_of(records: Sequence[Labelled]) -> tuple[str, ...]:
 
 
 def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequence: int) -> Task:
-    """The task of such questions. Raises UserError where they have not all as many options."""
+    """The task of these questions. Raises UserError if their numbers of options differ."""
     counts = {len(question.options): question.where for question in reversed(questions)}
     if len(counts) > 1:
         said = ", ".join(f"{count} ({where})" for count, where in counts.items())
@@ -110,12 +110,12 @@ def multiple_choice(tokenizer: Tokenizer, questions: Sequence[Question], *, sequ
 
 
 def encode(task: Task, tokenizer: Tokenizer, records: Sequence[Any]) -> list[Example]:
-    """Of labelled texts, or of questions where the task is to choose among answers."""
+    """Examples from labelled texts, or from questions if the task is multiple choice."""
     return (encode_labelled if task.labels else encode_questions)(task, tokenizer, records)
 
 
 def encode_labelled(task: Task, tokenizer: Tokenizer, records: Sequence[Labelled]) -> list[Example]:
-    """Raises UserError for a label that is not among the task's."""
+    """Examples from labelled texts. Raises UserError for a label that is not among the task's."""
     examples = []
     for record in records:
         if record.label not in task.labels:
@@ -129,7 +129,8 @@ def encode_labelled(task: Task, tokenizer: Tokenizer, records: Sequence[Labelled
 def encode_questions(
     task: Task, tokenizer: Tokenizer, questions: Sequence[Question]
 ) -> list[Example]:
-    """A is the question with an option, in its blank "_" or after it; B is the article."""
+    """Examples from questions. A is the question with an option, put into its blank "_" if it has
+    one and after it if not; B is the article."""
     examples = []
     for question in questions:
         if len(question.options) != task.options:
@@ -148,7 +149,7 @@ def ask(question: str, option: str) -> str:
 
 
 def make_row(task: Task, first: np.ndarray, second: np.ndarray | None = None) -> Row:
-    """A text or a pair between special tokens. What is too long loses the longer text's end."""
+    """A text or a pair between special tokens. If too long, the longer text loses its end."""
     begin, end = [task.special.cls], [task.special.sep]
     if second is None:
         tokens = np.concatenate([begin, first[: task.sequence - 2], end]).astype(np.int32)
@@ -168,8 +169,8 @@ def make_batch(
     task: Task, examples: Sequence[Example], count: int, *, rng: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """A batch of `count` examples, G = count * options rows, as the model reads it: see
-    `mtx.layers.bert.Classes`. Those that there are too few of are padding, of weight 0. rng int32
-    [G]: for dropout."""
+    `mtx.layers.bert.Classes`. Missing examples are padding, of weight 0. rng int32 [G]: for
+    dropout."""
     shape = count * task.options, task.sequence
     batch = {
         "tokens": np.full(shape, task.special.pad, np.int32),
@@ -194,8 +195,8 @@ def make_batch(
 def training_batch(
     task: Task, examples: Sequence[Example], *, step: int, count: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """The batch of a step: a pure function of what it is given. Every epoch has its own order; a
-    step may end one and begin the next."""
+    """The batch of a step: a pure function of the arguments. Every epoch has its own order; a step
+    may finish one epoch and begin the next."""
     epochs, places = np.divmod(step * count + np.arange(count), len(examples))
     orders = {epoch: shuffled(len(examples), seed, int(epoch), _DROPOUT) for epoch in set(epochs)}
     some = [examples[int(orders[epoch][place])] for epoch, place in zip(epochs, places)]

@@ -32,7 +32,7 @@ from mtx.train.examples import Example, Task, make_batch, training_batch
 
 @dataclass(frozen=True, kw_only=True)
 class Finetuning:
-    """How long and how fast. AdamW, linear warm-up and linear decay to 0."""
+    """How long and how fast to train: AdamW, with linear warm-up and linear decay to 0."""
 
     epochs: Step = 3
     batch: Sequences = 32  # examples a step
@@ -93,13 +93,13 @@ class FinetuneTrainer(Trainer):
 
     @property
     def batch(self) -> int:
-        """Examples a step."""
+        """Examples per step."""
         return self.run.global_batch // self.task.options
 
     def judge(
         self, state: TrainState, examples: Sequence[Example], *, report: Report | None = None
     ) -> Judged:
-        """What the model answers, without dropout. UserError where there is no example."""
+        """The model's answers, without dropout. UserError if there are no examples."""
         if not examples:
             raise UserError("examples is empty; name at least one to judge the model by")
         found = []
@@ -123,7 +123,7 @@ class FinetuneTrainer(Trainer):
 
 
 def check_family(model: ModelConfig) -> None:
-    """Raises UserError for a model that is no BERT."""
+    """Raises UserError for a model that is not a BERT."""
     if model.objective != "masked tokens":
         raise UserError(f"family={model.family!r} has no pooled output; fine-tune a 'bert'")
 
@@ -131,7 +131,7 @@ def check_family(model: ModelConfig) -> None:
 def finetune_run(
     pretrained: RunConfig, layout: Layout, task: Task, how: Finetuning, *, examples: int
 ) -> RunConfig:
-    """The run of a fine-tuning on so many examples."""
+    """The run that fine-tunes on `examples` examples."""
     steps = how.steps(examples)
     model = replace(pretrained.model, dropout=how.dropout, attention_dropout=how.dropout)
     return replace(
@@ -142,8 +142,8 @@ def finetune_run(
 
 
 def start_from(trainer: Trainer, checkpoints: Checkpoints, step: int | None = None) -> TrainState:
-    """The first state: a checkpoint's parameters, new ones where it has none, such as of a head or
-    of adapters, and nothing of its optimizer."""
+    """The first state: a checkpoint's parameters, new ones where it has none, as for a head or
+    for adapters, and nothing of its optimizer."""
     run = replace(
         checkpoints.run(step), layout=trainer.run.layout, global_batch=trainer.run.global_batch
     )
@@ -167,8 +167,8 @@ def with_pretrained(trainer: Trainer, before: Trainer, params) -> TrainState:
 def load_finetuned(
     directory: str | Path, *, layout: Layout | None = None
 ) -> tuple[FinetuneTrainer, TrainState, Tokenizer]:
-    """What `mtx finetune` has left in its --out, on a layout of one's own or on that of the run;
-    `trainer.judge` then answers examples of `trainer.task`. UserError where it is something else.
+    """Loads what `mtx finetune` wrote to its --out, on `layout` or else on the run's own layout;
+    `trainer.judge` then answers examples of `trainer.task`. UserError for any other directory.
     """
     checkpoints = Checkpoints(directory)
     task, run = finetuned_task(checkpoints), checkpoints.run()
@@ -179,7 +179,7 @@ def load_finetuned(
 
 
 def finetuned_task(checkpoints: Checkpoints, step: int | None = None) -> Task | None:
-    """The task of a checkpoint's head; None where it has none."""
+    """The task of a checkpoint's head; None if it has no fine-tuned head."""
     extra = checkpoints.extra(step)
     if not {"labels", "options"} <= extra.keys():
         return None
@@ -201,7 +201,7 @@ def finetune(
     """The state after all steps of the trainer's run.
 
     `on_step` gets (steps done, loss) and `on_epoch` (epochs done, state), the last one at the end.
-    Raises UserError where a step's gradients are not finite three times in a row.
+    Raises UserError if the gradients of three steps in a row are not finite.
     """
 
     def batch_of(step: int) -> Batch:
@@ -224,8 +224,8 @@ def run_steps(
     on_step: Callable[[int, float], None] | None = None,
     on_epoch: Callable[[int, TrainState], None] | None = None,
 ) -> TrainState:
-    """The state after all steps of the trainer's run, as `finetune`. batch_of: of each step, from
-    0 on; epoch_steps: of an epoch."""
+    """The state after all steps of the trainer's run, as from `finetune`. batch_of: gives the batch
+    of each step, from 0 on; epoch_steps: the number of steps in an epoch."""
     run, epoch, wrong = trainer.run, 0, 0
     for step in range(run.steps):
         state, metrics = trainer.train_step(state, trainer.place(batch_of(step)))

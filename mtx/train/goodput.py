@@ -1,8 +1,8 @@
 """Where the time of a run went, over all its sessions, from its log; no JAX.
 
-Goodput is the time in steps that count over the time since the run was first launched. A step that
-was trained again, after a crash or a rollback, does not count the first time, nor does one whose
-gradients were not finite.
+Goodput is the time in steps that count over the time since the run was first launched. Of a step
+that was trained again, after a crash or a rollback, only the last time counts; a step whose
+gradients were not finite does not count at all.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Record = dict
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Seconds of the wall clock, by what they went to."""
+    """Wall-clock seconds, by what they were spent on."""
 
-    parts: dict[str, float]  # in the order in which they are told; "steps" are those that count
+    parts: dict[str, float]  # in the order in which they are shown; "steps" are those that count
     sessions: int
     lost_steps: int  # trained again later
     skipped_steps: int
     rollbacks: int
-    clock_jumps: int  # sessions that seem to begin before the one before them has ended
+    clock_jumps: int  # sessions that seem to begin before the previous one has ended
 
     @property
     def wall_s(self) -> float:
@@ -39,8 +39,8 @@ class Goodput:
         return self.parts["steps"] / self.wall_s if self.wall_s else 0.0
 
 
-# What is read of records: numbers of each kind, those that may be null where one is not finite, and
-# those that may be left out.
+# The fields read from records: the numbers of each kind, those that are null if not finite,
+# and those that may be missing.
 _NUMBERS = {
     "start": ("step", "unix_time", "parameters", "devices"), "step": ("step", "step_s"),
     "eval": ("step",), "rollback": ("step",), "processes": ("step",),
@@ -54,13 +54,13 @@ _OPTIONAL = (
 
 def read_log(path: str | Path) -> list[Record]:
     """The records of a log.jsonl; a last line that was cut short is left out. Raises UserError for
-    a file that is missing or is no such log."""
+    a file that is missing or is not such a log."""
     try:
         lines = read_text(path).split("\n")
     except UserError as error:
         raise UserError(f"{error}; name the directory of a training run (its --out)") from None
     records = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn
+    for number, line in enumerate(lines[:-1], start=1):  # anything after the last newline is torn
         try:
             record = parse_json(line, f"line {number}")
         except UserError:
@@ -108,7 +108,7 @@ def steps_that_count(records: Sequence[Record]) -> list[Record]:
 
 
 def measure_goodput(records: Sequence[Record]) -> Goodput:
-    """Of the records of one log, sessions one after the other."""
+    """Goodput from the records of one log, whose sessions follow one another."""
     sessions = _sessions(records)
     kept = {id(record) for record in steps_that_count(records)}
     names = ("steps", "lost", "skipped", "start", "compile", "eval", "save", "other", "down")
@@ -120,11 +120,11 @@ def measure_goodput(records: Sequence[Record]) -> Goodput:
         launched_s = start["unix_time"] - start.get("since_launch_s", 0.0)
         if ended_s is not None:
             gap_s = launched_s - ended_s
-            counts["jumps"] += gap_s < -1.0  # two clocks' rounding is none
+            counts["jumps"] += gap_s < -1.0  # less is the rounding of two clocks
             parts["down"] += 0.0 if finished else max(gap_s, 0.0)
         length_s = session[-1].get("t_s", 0.0) - start.get("t_s", 0.0)
         ended_s = start["unix_time"] + length_s
-        finished = _has_finished(session)  # what comes later was asked for later
+        finished = _has_finished(session)  # then the gap is not downtime: more was asked for
         told = dict.fromkeys(names, 0.0)
         for record in session:
             kind = record["kind"]
@@ -149,13 +149,13 @@ def measure_goodput(records: Sequence[Record]) -> Goodput:
 
 
 def _has_finished(session: Sequence[Record]) -> bool:
-    """Whether a session came to its run's last step."""
+    """Whether a session reached its run's last step."""
     done = max((one["step"] for one in session if one["kind"] in ("start", "step")), default=0)
     return done >= session[0]["run"]["steps"]
 
 
 def _sessions(records: Sequence[Record]) -> list[list[Record]]:
-    """The log cut before each start."""
+    """The log, split before each "start" record."""
     sessions: list[list[Record]] = []
     for record in records:
         if record["kind"] == "start":

@@ -1,14 +1,14 @@
 """Numbers that go wrong while a run trains, and what is done about them.
 
-Gradients that are not finite: the step itself leaves them out, and counts them (`mtx.step.step`).
-Many in a row, and the run ends: its parameters give no others; it saves none of them meanwhile.
-A loss that is far above what is usual: back to the newest checkpoint, and past the batches that led
-there (as for PaLM, Chowdhery et al. 2022, section 5.1); where that checkpoint leads to another
-jump, to the one before it. Usual is the median of a window of steps, where it was lowest: so bad
-data never become usual, however long they last. Memory that changed by itself, or replicas that
-came apart: back to the newest checkpoint, with the same batches; replicas are compared before every
-save, so no checkpoint holds what came apart.
-All within a limit.
+Gradients that are not finite: the step itself skips its update and counts it (`mtx.step.step`).
+After many such steps in a row the run ends, because its parameters give no other gradients; nothing
+is saved meanwhile. A loss far above the usual: the run rolls back to the newest checkpoint and
+skips the batches that led there (as for PaLM, Chowdhery et al. 2022, section 5.1); if that
+checkpoint leads to another spike, it rolls back to the one before it. The usual loss is the lowest
+median of a window of steps so far, so bad data never become usual, however long they last. Memory
+that changed by itself, or replicas that came apart: the run rolls back to the newest checkpoint and
+takes the same batches; replicas are compared before every save, so no checkpoint holds replicas
+that differ. A run rolls back only a limited number of times.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from mtx.errors import UserError
 from mtx.sharding.axes import AXES, RARE
 from mtx.train.log import LogKind
 
-_LEAST_LOSSES = 10  # before a loss is called high
-_LEAST_WINDOW = 50  # steps whose median may be called the lowest: that of few is low by chance
-_REMEMBERED = 10_000  # losses beyond the window: so far a run can roll back and know what was usual
+_LEAST_LOSSES = 10  # needed before a loss is called high
+_LEAST_WINDOW = 50  # steps whose median may be the lowest: that of fewer is low by chance
+_REMEMBERED = 10_000  # losses beyond the window: how far a rollback still knows the usual loss
 _MOST_NAMED = 4
 
 
 class RollBack(Exception):
-    """The state is not to be trained on: the run rolls back to its newest checkpoint."""
+    """The state must not be trained further: the run rolls back to its newest checkpoint."""
 
     def __init__(self, kind: str, what: str, *, step: int, skip: bool):
-        """kind: "spike", "corrupt" or "apart"; what: for people; skip: whether the batches since
-        that checkpoint are left out from now on."""
+        """kind: "spike", "corrupt" or "apart"; what: a message for people; skip: whether the
+        batches since that checkpoint are left out from now on."""
         super().__init__(what)
         self.kind, self.what, self.step, self.skip = kind, what, step, skip
-        self.consumed = 0  # samples trained on by then: who keeps count of them says so
-        self.saved: int | None = None  # the step of the newest checkpoint by then, likewise
+        self.consumed = 0  # samples trained on by then; set by the caller, which counts them
+        self.saved: int | None = None  # the step of the newest checkpoint by then; set likewise
 
 
 class Guard:
-    """Watches the numbers of a run, step by step, and remembers them when it rolls back."""
+    """Watches the numbers of a run, step by step, and remembers them across rollbacks."""
 
     def __init__(self, config: GuardConfig):
         self._config = config
-        # Steps, losses, and what was usual by then.
+        # (step, loss, the usual loss by then)
         self._losses: deque[tuple[int, float, float]] = deque(
             maxlen=config.spike_window + _REMEMBERED
         )
-        self._before = math.inf  # usual, before all of them
+        self._before = math.inf  # the usual loss before all of these
         self.skipped = 0  # steps in a row whose gradients were not finite, up to now
 
     def start_from(self, step: int, usual: float = math.inf) -> None:
-        """The run goes on after `step`, by which so much was usual, as its checkpoint says."""
+        """The run continues after `step`; `usual` is the usual loss in its checkpoint."""
         while self._losses and self._losses[-1][0] > step:
             self._losses.pop()
         if not self._losses:
@@ -66,13 +66,13 @@ class Guard:
 
     @property
     def usual(self) -> float:
-        """The lowest median of a window so far; infinite where there has been no window."""
+        """The lowest median of a window so far; infinite before the first full window."""
         return self._losses[-1][2] if self._losses else self._before
 
     def check(self, step: int, loss: float, corrupt: np.ndarray, *, finite: bool = True) -> None:
-        """Raises RollBack where the loss of `step` is a spike, or where `corrupt`, float
-        [P, D, C, T] or [], has a device whose masters or moments changed between two steps;
-        UserError where the gradients, `finite` or not, have not been for too long."""
+        """Raises RollBack if the loss of `step` is a spike, or if `corrupt`, float [P, D, C, T] or
+        [], shows a device whose masters or moments changed between two steps; UserError if the
+        gradients have not been `finite` for too many steps in a row."""
         if np.any(corrupt):
             raise RollBack(
                 "corrupt",
@@ -108,7 +108,7 @@ class Guard:
             self._losses.append((step, loss, lowest))
 
     def compare(self, step: int, differences: Sequence[str]) -> None:
-        """Raises RollBack where devices that hold the same differ."""
+        """Raises RollBack if devices that must hold the same values differ."""
         if differences:
             named = "; ".join(differences[:_MOST_NAMED])
             more = len(differences) - _MOST_NAMED
@@ -119,17 +119,17 @@ class Guard:
 
 @dataclass(kw_only=True)
 class Faults:
-    """What went wrong in a run so far, for those who go on with it."""
+    """What went wrong in a run so far, for the attempts that follow."""
 
     guard: Guard
-    events: list[tuple[LogKind, str]] = field(default_factory=list)  # not yet told
+    events: list[tuple[LogKind, str]] = field(default_factory=list)  # not yet reported
     rollbacks: int = 0
-    consumed: int = 0  # samples that are left behind, where the checkpoint knows of fewer
+    consumed: int = 0  # samples to leave behind, if the checkpoint counts fewer
     _spiked_from: int | None = None  # the checkpoint that the last spike rolled back to
 
     def go_back(self, fault: RollBack, distrust: Callable[[int, str], str]) -> None:
-        """Counts it. A checkpoint that has led to two spikes is given to `distrust`, with why; what
-        that says is said with the fault."""
+        """Records a fault. A checkpoint that has led to two spikes is passed to `distrust` with the
+        reason; what it returns is added to the fault's message."""
         what = f"step {fault.step:,}: {fault.what}"
         if fault.skip:
             if fault.saved is not None and fault.saved == self._spiked_from:
@@ -142,13 +142,14 @@ class Faults:
         self.rollbacks += 1
 
     def tell(self) -> list[tuple[LogKind, str]]:
-        """The events, once."""
+        """The events not yet reported; each is returned once."""
         told, self.events = self.events, []
         return told
 
 
 def name_devices(where: np.ndarray) -> str:
-    """The devices of a mask, an axis of the mesh a dim, by their places on it."""
+    """Names the devices of a mask (one dim for each axis of the mesh) by their places on the
+    mesh."""
     shown = [axis for axis, size in zip(AXES, where.shape) if size > 1 or axis not in RARE]
     places = [
         " ".join(f"{axis} {at}" for axis, at in zip(AXES, place) if axis in shown)
@@ -159,7 +160,7 @@ def name_devices(where: np.ndarray) -> str:
 
 
 def refuse_to_roll_back(fault: RollBack, config: GuardConfig) -> UserError:
-    """What a run ends with that has rolled back too often."""
+    """The error that ends a run that has rolled back too often."""
     remedy = {
         "spike": "lower optimizer.lr or optimizer.clip, or raise guard.spike_nats",
         "corrupt": "take the machine of that device out, and run its memory test",

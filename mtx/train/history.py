@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-MOST_STEPS = 10_000  # that are remembered: a run of weeks takes no more memory than one of hours
+MOST_STEPS = 10_000  # kept, so that a run of weeks takes no more memory than one of hours
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     """Where the time of a run went."""
 
-    compile: float  # of the step, of the evaluation and of what compares replicas
+    compile: float  # of the step, the evaluation and the comparison of replicas
     train: float
     eval: float
     save: float
@@ -31,14 +31,15 @@ class Clock:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[Callable[[], float]]:
-        """Adds the time within to `part`; gives what it was, once it has ended."""
+        """Adds the block's time to `part`; yields a function that returns it once the block has
+        ended."""
         start_s, before_s = time.perf_counter(), self.seconds[part]
         yield lambda: self.seconds[part] - before_s
         self.seconds[part] += time.perf_counter() - start_s
 
     def step(self, start_s: float) -> float:
-        """The time of a step that has just ended: since its start, or since the end of the step
-        before where that was later, as it is with a step in flight."""
+        """The time of a step that has just ended: since its start, or since the end of the
+        previous step if that was later, as it is with a step in flight."""
         now_s = time.perf_counter()
         step_s = now_s - max(start_s, self._last_end_s)
         self._last_end_s = now_s
@@ -48,8 +49,8 @@ class Clock:
 
 @dataclass(kw_only=True)
 class History:
-    """Over all attempts: a run that rolls back to a checkpoint forgets the steps that it takes
-    again, and none of the time. Of steps it remembers the newest; log.jsonl has all."""
+    """The history of all attempts. A run that rolls back to a checkpoint forgets the steps that it
+    takes again, but none of the time. Only the newest steps are remembered; log.jsonl has all."""
 
     steps: deque[tuple[int, float, bool]] = field(
         default_factory=lambda: deque(maxlen=MOST_STEPS)
@@ -76,7 +77,7 @@ class History:
 
     @property
     def losses(self) -> list[float]:
-        """Of the steps that are remembered, in order."""
+        """The losses of the steps that are remembered, in order."""
         return [loss for _, loss, _ in self.steps]
 
     @property

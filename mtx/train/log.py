@@ -1,4 +1,4 @@
-"""The log of a run: one strict JSON object a line, and whoever else is told."""
+"""The log of a run: one strict JSON object per line, which trackers get as well."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LogKind = Literal[
 
 
 class Log:
-    """Appends one strict JSON object a line to a file, each line at once.
+    """Appends strict JSON objects to a file, one per line, each written at once.
 
-    A run that goes on from a checkpoint repeats the steps after it: of two lines for one step, the
-    later counts. Without a path nothing is written: only process 0 has one. Every line has "t_s",
-    the seconds since the log was opened, by a clock that nobody sets. Lines that cannot be written,
-    as on a full disk, wait for the next one that can: no run ends because of its log. Raises
-    UserError where it cannot be opened.
+    A run that continues from a checkpoint repeats the steps after it: of two lines for one step,
+    the later counts. Without a path nothing is written: only process 0 has one. Every line has
+    "t_s", the seconds since the log was opened, by a monotonic clock. Lines that cannot be written,
+    as on a full disk, wait until a later one can: no run ends because of its log. Raises UserError
+    if the file cannot be opened.
     """
 
     def __init__(self, path: Path | None, trackers: Sequence[Tracker] = ()):
@@ -61,7 +61,7 @@ class Log:
             tracker.close()
 
     def write(self, kind: LogKind, values: Mapping) -> None:
-        """`values` with NaN and infinities as null, arrays of one number as numbers."""
+        """Writes `values`, with NaN and infinities as null and arrays of one number as numbers."""
         if self._file is None:
             return
         at = {"t_s": round(time.monotonic() - self._began_s, 3)}
@@ -85,7 +85,7 @@ class Log:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cuts off a last line that a killed process has left without its end."""
+    """Cuts off a last line that a killed process has left incomplete."""
     if not path.exists():
         return
     with path.open("rb+") as file:

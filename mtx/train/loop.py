@@ -46,7 +46,7 @@ from mtx.train.report import Report, changes, header
 from mtx.train.session import Session, Summary
 from mtx.train.track import make_trackers
 
-_OF_HOSTS = ("out", "data.path", "data.tokenizer", "data.cache")  # files may lie elsewhere on each
+_OF_HOSTS = ("out", "data.path", "data.tokenizer", "data.cache")  # may differ between hosts
 _FILES, _FOLDERS = (RUN_FILE, "log.jsonl"), ("checkpoints", "profile", "tensorboard", "wandb")
 
 
@@ -58,18 +58,19 @@ def run_training(
     watch: WatchOptions | None = None,
     startup: StartUp | None = None,
 ) -> Summary:
-    """Trains `run`, from the newest checkpoint in `run.out` where there is one.
+    """Trains `run`, from the newest checkpoint in `run.out` if there is one.
 
     The held-out loss is taken before the first step, every `eval_every` steps and at the end;
     checkpoints are saved every `save_every` steps and at the end. Ctrl-C, or SIGTERM, finishes the
     running step, saves, and returns; a second one leaves at once. `on_step` gets every step's
     record, at most one step late.
 
-    One seed gives the same losses on every run, and on every layout to rounding. Raises UserError
-    where the text, the vocabulary, the devices, their memory or the checkpoint do not suit the run.
+    One seed gives the same losses on every run, and on every layout up to rounding. Raises
+    UserError if the text, the vocabulary, the devices, their memory or the checkpoint do not suit
+    the run.
 
     Several processes watch each other (`mtx.launch.watch`); with `watch`, one process watches
-    itself, too. `startup` has the time from the launch up to here.
+    itself, too. `startup` holds the time from the launch up to here.
     """
     check_path("out", run.out)
     startup, faults = startup or StartUp("the call"), Faults(guard=Guard(run.guard))
@@ -77,12 +78,12 @@ def run_training(
     with Watch(watch) as watching:
         startup.mark("imports")
         programs = Programs(Trainer(run))
-        run = programs.trainer.run  # its schedule chosen, where that was left open
+        run = programs.trainer.run  # with its schedule chosen, if that was left open
         _check_devices(programs.trainer)
         while True:
             try:
                 return _train(programs, console, on_step, watching, startup, faults, history)
-            except Damaged as error:  # found while it was restored: from the one before it, then
+            except Damaged as error:  # found while restoring: try the one before it
                 checkpoints = Checkpoints(Path(run.out) / "checkpoints")
                 aside = checkpoints.set_aside(
                     int(error.directory.name), f"is damaged: {error.what}"
@@ -97,8 +98,8 @@ def run_training(
 
 
 def check_run(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> None:
-    """Raises the UserErrors of `run_training` for all but `run.out`, before one goes on from the
-    checkpoint of `step`, or from none: for what takes long to put into `out`."""
+    """Raises the UserErrors of `run_training`, except those about `run.out`, for a run that starts
+    from the checkpoint of `step`, or from none. For callers that first spend long filling `out`."""
     trainer = Trainer(run)
     _check_devices(trainer)
     _ = trainer.mesh  # refuses a layout of more devices than there are
@@ -108,14 +109,14 @@ def check_run(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> Non
 
 def _check_devices(trainer: Trainer) -> None:
     refuse_if_too_large(trainer.run, jax.devices())
-    _ = trainer.model  # refuses a kernel of attention that these devices have not
+    _ = trainer.model  # refuses an attention kernel that these devices lack
 
 
 def _load_checked(
     trainer: Trainer, checkpoints: Checkpoints, step: int | None, consumed: int
 ) -> Corpus:
-    """The run's data. UserError where they, the model and the checkpoint of `step`, if there is
-    one, do not go together."""
+    """The run's data. UserError if the data, the model and the checkpoint of `step`, if there is
+    one, do not match."""
     run = trainer.run
     left = max(0, run.steps - (step or 0)) * run.global_batch
     data = load_data(run, samples=consumed + left)
@@ -135,10 +136,10 @@ def _train(
     faults: Faults,
     history: History,
 ) -> Summary:
-    """One attempt, after what went wrong in those before it."""
+    """One attempt at the run, given the faults and the history of the attempts before it."""
     trainer = programs.trainer
     run = trainer.run
-    watch.place(trainer.mesh)  # which refuses a layout of more devices than there are
+    watch.place(trainer.mesh)  # refuses a layout of more devices than there are
     out, report = Path(run.out), Report(console)
     checkpoints, latest = _checkpoints(run, report, faults)
     asked = flatten_dict(to_dict(run), sep=".")
@@ -189,7 +190,7 @@ def _first_state(
 
 
 def _checkpoints(run: RunConfig, report: Report, faults: Faults) -> tuple[Checkpoints, int | None]:
-    """Those of a run, and the newest that it can go on from. UserError where `out` does not do."""
+    """A run's checkpoints, and the newest step to continue from. UserError if `out` is unusable."""
     out = Path(run.out)
     require_shared(out)
     file = next((path for path in (out, *out.parents) if path.is_file()), None)
@@ -209,8 +210,9 @@ def _checkpoints(run: RunConfig, report: Report, faults: Faults) -> tuple[Checkp
 
 
 def _noted(run: RunConfig, checkpoints: Checkpoints, step: int | None) -> tuple[int, float]:
-    """The samples that have been trained on: not step * global_batch, if that was another once; and
-    what the guard took for usual, on the same data: infinite where nothing is known."""
+    """(samples trained on, usual loss) as of a checkpoint. The samples are not step * global_batch
+    if the batch was ever another; the usual loss is the guard's, on the same data, and infinite if
+    that is not known."""
     if step is None:
         return 0, math.inf
     extra = checkpoints.extra(step)
@@ -234,8 +236,8 @@ def _local_rows(trainer: Trainer) -> np.ndarray:
 
 @contextlib.contextmanager
 def _created(out: Path, run: RunConfig) -> Iterator[None]:
-    """`out`, with the run's config in it, and with a lock on it, which others respect: until the
-    end of this, or of the process, however it ends."""
+    """Creates `out` with the run's config in it, and locks it against other runs until the end of
+    this context, or of the process, however it ends."""
     with contextlib.ExitStack() as held:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -255,7 +257,7 @@ def _created(out: Path, run: RunConfig) -> Iterator[None]:
 
 
 def _refuse_others(out: Path) -> None:
-    """UserError where something else has the place of what a run writes; a pipe would hang it."""
+    """UserError if a run's file or folder exists as something else; a pipe would hang the run."""
     for name in (*_FILES, *_FOLDERS):
         path, kind = out / name, "file" if name in _FILES else "folder"
         if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
@@ -267,7 +269,7 @@ def _lock(folder: int, out: Path) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"out={out} is in use by another run; use another, or stop that") from None
-    except OSError:  # a file system that knows no locks
+    except OSError:  # a file system without locks
         pass
 
 

@@ -1,4 +1,4 @@
-"""What this process's devices have in memory, for the log."""
+"""The memory use of this process's devices, for the log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 from mtx.launch.start import give_freed_memory_back
 from mtx.plan.fit import machine_bytes
 
-_HEAP_GROWTH = 3.5  # of a process that keeps what it frees, over its devices' temporary buffers
+_HEAP_GROWTH = 3.5  # of a process that keeps freed memory, over its devices' temporary buffers
 
 
 def device_memory(compiled: Any = None) -> dict:
-    """{"devices": [{"id", "in_use_bytes", "peak_bytes", "limit_bytes"}, ...]} of those that say,
-    and, of a compiled program's memory analysis, {"compiled_bytes"} on each device; {} where
-    neither is known."""
+    """{"devices": [{"id", "in_use_bytes", "peak_bytes", "limit_bytes"}, ...]} for devices that
+    report it, and {"compiled_bytes"} on each device, from a compiled program's memory analysis; {}
+    if neither is known."""
     found = {}
     if compiled is not None:
         sizes = compiled.argument_size_in_bytes + compiled.output_size_in_bytes
@@ -36,8 +36,8 @@ def device_memory(compiled: Any = None) -> dict:
 
 
 def host_memory(compiled: Any, *, devices: int, room_bytes: int) -> str:
-    """What a compiled program's activations in the host's memory come to on a machine with so many
-    of the devices, and whether its memory is enough; "" where there are none."""
+    """Says how much host memory a compiled program's activations take on a machine with `devices`
+    of the devices, and whether `room_bytes` is enough; "" if none are kept there."""
     held = devices * compiled.host_temp_size_in_bytes
     if not held:
         return ""
@@ -46,8 +46,8 @@ def host_memory(compiled: Any, *, devices: int, room_bytes: int) -> str:
 
 
 def spare_memory(compiled: Any) -> bool:
-    """Has a process of virtual devices give back what it frees, where keeping it could take more
-    than half of the machine's memory; says whether it could."""
+    """Makes a process of virtual devices give freed memory back if keeping it could take more than
+    half of the machine's memory; returns whether it could."""
     if jax.default_backend() != "cpu":
         return False
     temporary = compiled.temp_size_in_bytes * jax.local_device_count()

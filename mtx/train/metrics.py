@@ -1,4 +1,4 @@
-"""What a step is measured by.
+"""How a training step is measured.
 
 TFLOP/s are per device and come in two units that must not be mixed: `tflops_sc21` is the paper's
 (full attention, recomputation counted), `tflops_model` that of MFU (causal attention, nothing
@@ -24,18 +24,18 @@ class StepRecord:
 
     step: int  # finished steps, this one included
     loss: float  # mean over the tokens of the global batch, before this step's update
-    aux_loss: float | None  # what layers add to it: experts' balance; None without such
-    second_loss: float | None  # of the tokens after the next, times its weight; None without such
+    aux_loss: float | None  # what layers add to the loss: experts' balance; None without any
+    second_loss: float | None  # of the tokens after the next, times its weight; None without any
     learning_rate: float
     gradient_norm: float  # before clipping
-    loss_scale: float  # 1 but in float16
-    imbalance: float | None  # of experts: the fullest one's choices, over the mean of its layer
-    finite: bool  # False: the gradients were not, and the update was skipped
+    loss_scale: float  # 1 except in float16
+    imbalance: float | None  # of experts: how often the fullest is chosen, over its layer's mean
+    finite: bool  # False if the gradients were not; the update was then skipped
     step_s: float
     tokens_per_s: float  # over all devices
     tflops_sc21: float  # per device, SC'21's formula
     tflops_model: float  # per device, model FLOPs
-    mfu: float | None  # tflops_model over the device's peak; None where that is not known
+    mfu: float | None  # tflops_model over the device's peak; None if that is not known
 
 
 def loads_of(counted: Any) -> dict[str, np.ndarray]:
@@ -48,8 +48,8 @@ def loads_of(counted: Any) -> dict[str, np.ndarray]:
 
 
 def shares_of(loads: dict[str, np.ndarray], placement: Placement) -> dict[str, list]:
-    """{"layers": their numbers, "load": of each the experts' choices over their mean}, in model
-    order."""
+    """{"layers": their numbers, "load": for each layer, how often each expert was chosen over the
+    layer's mean}, in model order."""
     rows = {}
     for kind, load in loads.items():
         of_layers = load.reshape(-1, load.shape[-1])[placement.place_of_layer(kind)]
@@ -60,7 +60,7 @@ def shares_of(loads: dict[str, np.ndarray], placement: Placement) -> dict[str, l
 
 
 def imbalance_of(counted: Any) -> float | None:
-    """The most that any expert of a layer was chosen, over the mean of that layer's experts."""
+    """How often the fullest expert was chosen, over its layer's mean; the highest of all layers."""
     loads = [load.reshape(-1, load.shape[-1]) for load in loads_of(counted).values()]
     ratios = [load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9) for load in loads]
     return float(max(ratio.max() for ratio in ratios)) if ratios else None
@@ -80,7 +80,8 @@ class Meter:
         self._peak_flops = peak_flops
 
     def measure(self, step: int, metrics: Metrics, step_s: float) -> StepRecord:
-        """`metrics` on the host; `step_s` from the end of the step before to that of this one."""
+        """The record of a step. `metrics` are on the host; `step_s` is the time from the end of the
+        previous step to the end of this one."""
         per_device = 1 / (step_s * self._devices)
         model = self._model_flops * per_device
         names = ("loss", "learning_rate", "gradient_norm", "loss_scale")

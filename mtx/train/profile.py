@@ -8,7 +8,7 @@ import jax
 
 
 class ProfileWindow:
-    """Traces the steps `first` to `last` into a directory; (0, 0) is none."""
+    """Traces the steps `first` to `last` into a directory; (0, 0) traces none."""
 
     def __init__(self, steps: tuple[int, int], directory: Path):
         self._first, self._last = steps
@@ -22,11 +22,11 @@ class ProfileWindow:
             self._running = True
 
     def ends(self, step: int) -> bool:
-        """Whether `step` is the last that is traced; its results are to be waited for then."""
+        """Whether `step` is the last traced step, whose results the caller then waits for."""
         return self._running and step >= self._last
 
     def stop(self) -> Path:
-        """Writes what was traced, if anything is; where it lies."""
+        """Writes the trace, if one is running; returns the directory."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

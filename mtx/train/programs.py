@@ -1,4 +1,4 @@
-"""What a run executes, compiled once: one that rolls back does not compile again."""
+"""The programs that a run executes, compiled once: a run that rolls back does not recompile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Programs:
         self.trainer, self.audit, self.compiled = trainer, Audit(trainer), False
 
     def compile(self, state: TrainState, batch: Tree, held_out: Tree, *, training: bool) -> None:
-        """For a state and batches like these; without `training`, only what evaluates."""
+        """Compiles for a state and batches like these; without `training`, only the evaluation."""
         if training:
             self.train_step = self.trainer.train_step.lower(state, batch).compile()
         self.evaluate = self.trainer.evaluate.lower(state, held_out).compile()

@@ -1,4 +1,4 @@
-"""What a training run says: a header, a bar that moves in a terminal, plain lines anywhere else."""
+"""What a training run prints: a header, then a progress bar in a terminal or else plain lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtx.schedules.simulate import bubble_text, simulate
 from mtx.step.trainer import Trainer
 from mtx.train.metrics import StepRecord
 
-# Where there is no terminal, a line for about every twentieth of the run, but not less often:
+# Without a terminal, a line for about every twentieth of the run, but no less often than this:
 _PLAIN_LINES, _PLAIN_STEPS, _PLAIN_S = 20, 100, 60.0
 
 
@@ -37,7 +37,7 @@ class Report:
         self._last_line_s = 0.0
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Each as it is: no markup, no line breaks of our own."""
+        """Prints each line as it is, without markup or added line breaks."""
         if self._silent:
             return
         for line in lines:
@@ -48,7 +48,7 @@ class Report:
 
     @contextmanager
     def progress(self, first: int, last: int) -> Iterator[None]:
-        """While training goes from `first` finished steps to `last`."""
+        """Shows progress while training goes from `first` finished steps to `last`."""
         self._last_step = last
         self._every = min(max(1, (last - first) // _PLAIN_LINES), _PLAIN_STEPS)
         if self._bar is None:
@@ -128,7 +128,7 @@ def header(trainer: Trainer, data: str, out: os.PathLike) -> list[str]:
 
 
 def changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """What a run that goes on does otherwise than the one that wrote its checkpoint."""
+    """How the config of a continued run differs from that of the run that wrote its checkpoint."""
     old, new = (flatten_dict(to_dict(run), sep=".") for run in (before, now))
     changed = [
         f"{name} {old[name]} -> {value}"
@@ -139,7 +139,7 @@ def changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def _schedule_text(trainer: Trainer) -> str:
-    """The bubble by the table as it runs, in lock-step, F, B and W taking as long."""
+    """The schedule, and its table's bubble in lock-step, with F, B and W equally long."""
     table, layout = trainer.schedule, trainer.run.layout
     slices = f", slices = {table.slices}" if table.slices > 1 else ""
     idle = bubble_text(simulate(table, model="lockstep").bubble_over_ideal)

@@ -1,4 +1,4 @@
-"""One attempt at a run, after all checks: compile, train, evaluate, save, and say so."""
+"""One attempt at a run, after all checks: compile, train, evaluate, save, and report."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from mtx.train.profile import ProfileWindow
 from mtx.train.programs import Programs
 from mtx.train.report import Report
 
-_EXPERT_LINES = 200  # of a run's log: how full experts are
-MOST_LOSS = 1e30  # what stands for a usual loss that is not known: JSON has no infinity
+_EXPERT_LINES = 200  # lines in a run's log about how full experts are
+MOST_LOSS = 1e30  # stands for an unknown usual loss: JSON has no infinity
 _COMPILE_TIMEOUT_S = 3600  # of one process, after the others have finished
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Summary:
-    """What is left of a run, once `run_training` is done with it."""
+    """The results of a run, as `run_training` returns them."""
 
     trainer: Trainer
     state: TrainState
     data: Corpus
     first_eval_loss: float  # on held-out text, before the first step of this call
     last_eval_loss: float
-    losses: list[float]  # of this call's newest 10,000 steps; of those taken twice, the second
-    skipped: int  # of all its steps, those whose gradients were not finite
+    losses: list[float]  # of this call's newest 10,000 steps; the second of a step taken twice
+    skipped: int  # all steps of this call whose gradients were not finite
     rollbacks: int  # how often the run has rolled back to a checkpoint
     interrupted: bool
-    exit: Exit  # what a command that ran it ends with: FINISHED, PREEMPTED, INTERRUPTED or UNSAVED
-    checkpoint: Path | None  # the newest; None where none could be saved
+    exit: Exit  # for the command that ran it: FINISHED, PREEMPTED, INTERRUPTED or UNSAVED
+    checkpoint: Path | None  # the newest; None if none could be saved
     log: Path
     seconds: Seconds  # of this call
 
@@ -63,7 +63,7 @@ class Summary:
 class Session:
     """One attempt of `run_training`, after all checks."""
 
-    programs: Programs  # those that an attempt before this one has compiled, or none
+    programs: Programs  # compiled by an earlier attempt, or not yet
     data: Corpus
     batches: Iterator[dict[str, np.ndarray]]  # those after the first `consumed` samples
     local: np.ndarray  # the rows of a global batch that this process reads
@@ -78,8 +78,8 @@ class Session:
     saved: int | None  # the step of the newest checkpoint
     watch: Watch
     startup: StartUp
-    faults: Faults  # of the attempts before this one
-    history: History  # of this attempt and of those before
+    faults: Faults  # of earlier attempts
+    history: History  # of this attempt and of earlier ones
     exit: Exit = Exit.FINISHED
     in_flight: tuple[int, Metrics, float] | None = None  # a step, its metrics, its start
     save_owed: bool = False  # a checkpoint is due
@@ -117,7 +117,7 @@ class Session:
     # -- parts of a run ---------------------------------------------------------------------------
 
     def _train_and_save(self, stop: StopRequests) -> bool:
-        """Whether it was stopped before the end."""
+        """Trains and saves; returns whether the run was stopped before its end."""
         self._train(stop)
         interrupted = self.step < self.trainer.run.steps
         self.exit = stop.exit if interrupted else Exit.FINISHED
@@ -133,9 +133,9 @@ class Session:
         return interrupted
 
     def _compile(self, *, training: bool = True) -> None:
-        """Compiles the step, where there is training to do, and all else that exchanges anything:
-        the first use of a collective has a deadline, and one process may take longer than that to
-        compile it after another has. So they all compile first, and then meet."""
+        """Compiles the step, if there is training to do, and everything else that communicates. The
+        first use of a collective has a deadline, and one process may need longer than that to
+        finish compiling after another has. So all of them compile first, and then meet."""
         is_new = not self.programs.compiled
         with self.watch.during("compile"), self.clock("compile"):
             if training:
@@ -147,7 +147,7 @@ class Session:
                 batch = place(self.data.batch(self.consumed, rows, self.local))
                 held_out = place(next(self._held_out_batches()))
                 self.programs.compile(self.state, batch, held_out, training=training)
-                meet = ocp.multihost.get_barrier_sync_fn()  # one of the coordination service
+                meet = ocp.multihost.get_barrier_sync_fn()  # of the coordination service
                 meet(key=f"mtx_compiled_{self.step}", timeout_ms=_COMPILE_TIMEOUT_S * 1000)
         if is_new and training:
             compile_s = self.clock.seconds["compile"]
@@ -171,7 +171,7 @@ class Session:
             self.log.write("memory", {"step": self.step, **memory})
 
     def _train(self, stop: Callable[[int], bool]) -> None:
-        """Steps until the end, or until `stop`. What is due at the end is left to the caller."""
+        """Trains until the end, or until `stop`. What is due at the end is left to the caller."""
         run = self.trainer.run
         ahead = _runs_ahead(self.trainer.platform)
         with self.watch.during("loop"), self.report.progress(self.step, run.steps):
@@ -245,7 +245,7 @@ class Session:
             self.faults.guard.check(step, record.loss, metrics.corrupt, finite=record.finite)
 
     def _compare(self) -> None:
-        """Raises RollBack where devices that hold the same no longer do."""
+        """Raises RollBack if devices that must hold the same values no longer do."""
         with self._roll_back_point():
             self.faults.guard.compare(self.step, self.programs.audit.differences(self.state))
 
@@ -278,7 +278,7 @@ class Session:
         if self.trainer.run.guard.compare_every:
             self._compare()
         with self.watch.during("save"), self.clock("save") as seconds:
-            with self._saving(self.saved):  # that the one before failed is no reason to skip this
+            with self._saving(self.saved):  # if the previous save failed, still do this one
                 self.checkpoints.wait()
             path = self.checkpoints.save(
                 self.trainer,
@@ -296,8 +296,8 @@ class Session:
 
     @contextmanager
     def _saving(self, step: int | None) -> Iterator[None]:
-        """A save, of `step`, that fails on the way stops nothing: the state is whole, and the next
-        is due."""
+        """Lets the run continue if the save of `step` fails: the state is whole, and the next save
+        will come."""
         try:
             yield
         except UserError as error:
@@ -323,7 +323,7 @@ class Session:
     def _checkpoint(self) -> Path | None:
         return None if self.saved is None else self.checkpoints.directory / str(self.saved)
 
-    # -- what is said about it --------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     def _log_start(self) -> None:
         run, devices = self.trainer.run, self.trainer.mesh.devices
@@ -379,6 +379,6 @@ class Session:
 
 
 def _runs_ahead(platform: str) -> bool:
-    """Whether a step is dispatched while the one before runs. Not on virtual devices: they share
-    one pool of threads, and there is nothing to gain."""
+    """Whether a step is dispatched while the previous one runs. Not on virtual devices: they share
+    one pool of threads, so there is nothing to gain."""
     return platform != "cpu"

@@ -1,6 +1,6 @@
-"""What `mtx train` goes on from where that is a directory: a run, or a model of Hugging Face's.
+"""Directories that `mtx train` can start from: a run, or a Hugging Face model.
 
-Either gives a run whose fields options then change, checks what became of it, and at last puts a
+Either gives a run whose fields options then change, checks the resulting run, and finally puts a
 checkpoint where the run looks for one.
 """
 
@@ -46,23 +46,23 @@ _FREE = (
 
 
 class Start(Protocol):
-    """A directory to go on from."""
+    """A directory to start from."""
 
-    run: RunConfig  # with the fields that it has where nothing is said of them
+    run: RunConfig  # with the fields that it has unless options change them
 
     def complete(self, run: RunConfig, given: Collection[str]) -> RunConfig:
-        """`run`, with what follows from the other fields where it is not among the options that
-        are `given`. Raises UserError for what this start does not go with."""
+        """`run`, completed with the fields that follow from others and are not among the options
+        `given`. Raises UserError if the run does not match this start."""
         ...
 
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
-        """`run`, laid over the devices, once its `out` holds a checkpoint. To be called by all
-        processes."""
+        """Puts a checkpoint into the `out` of `run`, if needed; returns it laid out over the
+        devices. To be called by all processes."""
         ...
 
 
 def find_start(directory: str) -> Start:
-    """A run of ours, or a Hugging Face directory. UserError for a directory that is neither."""
+    """Finds a run of mtx or a Hugging Face model. UserError for a directory that is neither."""
     path = Path(os.path.expanduser(directory))
     if os.path.isfile(path / CONFIG):
         return FromModel(path)
@@ -91,7 +91,7 @@ def _read_run(path: Path, checkpoints: Checkpoints) -> RunConfig:
 
 
 class FromRun:
-    """A run goes on in its own directory, or in another from its newest checkpoint."""
+    """Continues a run in its own directory, or in another one from its newest checkpoint."""
 
     def __init__(self, directory: Path):
         self._checkpoints = Checkpoints(directory)
@@ -100,7 +100,7 @@ class FromRun:
         there = os.path.isfile(written)
         run = _read_run(written, self._checkpoints) if there else self._checkpoints.run()
         self._own, data = str(directory), run.data
-        if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever it lies by now
+        if Path(data.tokenizer) == Path(run.out, COMPANIONS):  # wherever the run has moved
             data = replace(data, tokenizer=str(directory / COMPANIONS))
         self.run = replace(run, data=data, out=self._own, resume=True)
         extra = self._extra()
@@ -144,7 +144,7 @@ class FromRun:
                 shutil.copytree(companions, place / COMPANIONS)
 
     def _newest_sound(self, out: Path) -> int:
-        """The step to go on from; damaged checkpoints are named, and stay where they are."""
+        """The step to continue from; damaged checkpoints are reported, and left where they are."""
         if not self._checkpoints.steps():
             raise UserError(f"{self._own} has no checkpoint to go on from in {out}")
         step, lines = self._checkpoints.search(
@@ -161,7 +161,7 @@ class FromRun:
 
 
 class FromModel:
-    """A new run goes on from a model that others have trained, converted into its `out`."""
+    """Starts a new run from a model that others have trained, converted into the run's `out`."""
 
     def __init__(self, source: Path):
         self._source = source
@@ -181,12 +181,12 @@ class FromModel:
             raise UserError(f"{self._source} has no tokenizer; name the model's --data.tokenizer")
         if Path(run.out).resolve() == self._source.resolve():
             raise UserError(f"out={run.out} is the model that the run goes on from; use another")
-        if "--data.tokenizer" in given and "--data.eod" not in given:  # the other one's own
+        if "--data.tokenizer" in given and "--data.eod" not in given:  # the other's own
             run = replace(run, data=replace(run.data, eod=DataConfig.eod))
         return _completed(run, given, str(self._source))
 
     def _check_model(self, run: RunConfig) -> None:
-        """UserError for another model than that of the directory."""
+        """UserError if the run's model is not that of the directory."""
         ours, theirs = run.model, self._model
         free = {name: getattr(ours, name) for name in _FREE if hasattr(ours, name)}
         if ours.sequence > theirs.sequence or theirs.sequence_is_fixed:
@@ -202,7 +202,7 @@ class FromModel:
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
         asked, source = _laid_out(run, given), str(self._source)
         data = asked.data
-        if data.tokenizer == source:  # the run is to need nothing outside of its directory
+        if data.tokenizer == source:  # a run must need nothing outside its directory
             data = replace(data, tokenizer=str(Path(run.out, COMPANIONS)))
         run = replace(asked, data=data, resume=True)
 
@@ -217,7 +217,8 @@ class FromModel:
 
 
 def _completed(run: RunConfig, given: Collection[str], source: str) -> RunConfig:
-    """Of a run that is the first on a trained model: its warm-up."""
+    """Limits the warm-up of the first run on a trained model to a tenth of its steps, unless
+    given."""
     if not run.data.path:
         raise UserError(
             f"--data.path is missing: it names the text or the datasets that {source} is to be "
@@ -230,7 +231,7 @@ def _completed(run: RunConfig, given: Collection[str], source: str) -> RunConfig
 
 
 def _laid_out(run: RunConfig, given: Collection[str]) -> RunConfig:
-    """Over all devices, but for the axes that are given; UserError where they cannot hold it."""
+    """Spreads `run` over all devices, keeping the axes given; UserError if they cannot hold it."""
     kept = [axis for axis in ("data", "pipe", "tensor") if f"--layout.{axis}" in given]
     run = replace(run, layout=spread_layout(run, jax.devices(), kept=kept))
     refuse_if_too_large(run, jax.devices())
@@ -238,7 +239,7 @@ def _laid_out(run: RunConfig, given: Collection[str]) -> RunConfig:
 
 
 def _put_checkpoint(run: RunConfig, source: str, put: Callable[[Path], object]) -> None:
-    """Has process 0 `put` a first checkpoint into `run.out`, unless one is there."""
+    """Has process 0 `put` a first checkpoint into `run.out`, unless it has one."""
     out = Path(run.out)
 
     def decide(_) -> str:

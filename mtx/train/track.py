@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, told what the log is told."""
+"""TensorBoard and Weights & Biases, which get what the log gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtx.config import RunConfig, to_dict
 from mtx.config.run import Track
 from mtx.errors import UserError, reason
 
-_AXIS = ("kind", "step", "t_s")  # of a record; its other numbers are curves
+_AXIS = ("kind", "step", "t_s")  # fields of a record that are not curves; its other numbers are
 
 
 class Tracker(Protocol):
@@ -22,7 +22,7 @@ class Tracker(Protocol):
 
 
 def make_trackers(run: RunConfig) -> list[Tracker]:
-    """Those that `run.track` names. UserError where one is not installed or will not start."""
+    """The trackers that `run.track` names. UserError if one is not installed or does not start."""
     makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [makers[name](run) for name in run.track]
 
@@ -32,7 +32,7 @@ class TensorBoard:
 
     def __init__(self, run: RunConfig):
         try:
-            # Of mtx[track], which pyright's machine need not have.
+            # From mtx[track], which need not be installed where pyright runs.
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise _missing("tensorboard", "tensorboardX") from None
@@ -47,8 +47,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in project "mtx", gone on with when the run is; where it goes, wandb's own settings
-    say."""
+    """A W&B run in project "mtx", resumed when the training run is; wandb's own settings say where
+    it goes."""
 
     def __init__(self, run: RunConfig):
         try:

@@ -1,9 +1,10 @@
-"""Sequences cut over `context`, as a picture: who holds which positions, and who meets whom when.
+"""Sequences split over `context`, as a picture: which device holds which positions, and when its
+queries meet which keys.
 
-Of 2c chunks device r has the r-th and the r-th from the end (`mtx.sharding.sequence`). In step i of
-a ring its queries meet the keys of device r - i (`mtx.layers.over_context`); gathered keys are met
-in the same order, and with heads in place of positions a ring goes from group to group. Of a window
-a device is sent the chunks that it sees, at once.
+Of 2c chunks, device r has the r-th and the r-th from the end (`mtx.sharding.sequence`). In step i
+of a ring, its queries meet the keys of device r - i (`mtx.layers.over_context`); gathered keys are
+met in the same order. If heads are split in place of positions, the ring is one of groups. With a
+window, all the chunks that a device sees are sent to it at once.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-_LABELLED = 16  # devices whose cells have numbers in them
+_LABELLED = 16  # up to this many devices, cells have numbers in them
 _TICKS = 16  # at most, along an axis
-_LOW_TICKS = 8  # and of a low one
-_PARTLY = 0.45  # of a colour, where a chunk is seen in part
+_LOW_TICKS = 8  # and along a low axis
+_PARTLY = 0.45  # of a colour, if a chunk is seen in part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the positions of a sequence lie, and what queries see."""
+    """How the positions of a sequence are split, and what queries see."""
 
     sequence: int
     devices: int
     shards: int  # of a device's positions, by sequence parallelism
-    by_heads: int  # devices that share whole sequences by their heads: one member of a ring
+    by_heads: int  # devices that split whole sequences by heads: one member of a ring
     way: str
     causal: bool
     window: int | None = None
@@ -57,7 +58,7 @@ class Cut:
 
     @property
     def members(self) -> int:
-        """Of the ring: devices, or groups of them."""
+        """The size of the ring, in devices or groups of devices."""
         return self.devices // self.by_heads
 
     @property
@@ -66,13 +67,13 @@ class Cut:
         return self.causal and self.window is not None and self.window < self.sequence
 
     def chunks(self, members: int) -> np.ndarray:
-        """int [members, 2]: the numbers of the chunks that each has, of 2 members."""
+        """int [members, 2]: which of the 2 * members chunks each member has."""
         first = np.arange(members)
         return np.stack([first, 2 * members - 1 - first], axis=1)
 
     def seen(self) -> np.ndarray:
-        """int [members, steps, 2, 2]: of each, by step, what its chunks of queries see of the
-        chunks of keys that are there: 0 nothing, 1 a part, 2 all."""
+        """int [members, steps, 2, 2]: for each member and step, what its chunks of queries see of
+        the chunks of keys that are there: 0 nothing, 1 a part, 2 all."""
         r = self.members
         numbers, size = self.chunks(r), self.sequence // (2 * r)
         keys = numbers[(np.arange(r)[:, None] - np.arange(r)) % r]  # [members, steps, 2]
@@ -83,13 +84,14 @@ class Cut:
         if not self.near:
             return seen
         assert self.window is not None
-        nearest, farthest = (back - 1) * size + 1, (back + 1) * size - 1  # of two positions
+        nearest, farthest = (back - 1) * size + 1, (back + 1) * size - 1  # between two positions
         return np.select([nearest >= self.window, farthest >= self.window], [0, seen.clip(max=1)],
                          seen)  # fmt: skip
 
     def steps(self) -> np.ndarray:
-        """float [2 members, 2 members]: the step in which a chunk of queries meets one of keys, of
-        a window how far back that is, in the order of positions; nan where it sees nothing."""
+        """float [2 members, 2 members], in the order of positions: the step in which a chunk of
+        queries meets a chunk of keys or, with a window, how many chunks back it is; nan if unseen.
+        """
         r, seen = self.members, self.seen()
         found, numbers = np.full((2 * r, 2 * r), np.nan), self.chunks(r)
         for member, step, a, b in np.argwhere(seen > 0):
@@ -99,8 +101,8 @@ class Cut:
 
 
 def draw_context(layout: Layout, model: ModelConfig, path: str | Path | None = None) -> Figure:
-    """Who holds which positions, and the steps in which queries meet keys, saved to `path` if
-    given; errors as of `draw_plan`."""
+    """Draw which device holds which positions, and the steps in which queries meet keys; saved to
+    `path` if given. Errors: as for `draw_plan`."""
     figure = picture.new_figure(11.5, 7.0, path)
     fill_context(figure, layout, model)
     return picture.save_figure(figure, path)
@@ -164,7 +166,7 @@ def _draw_positions(axes: Axes, cut: Cut) -> None:
 
 
 def _draw_steps(axes: Axes, cut: Cut) -> None:
-    """A cell for each device and step: whose keys are there, in colour where they are seen, by both
+    """A cell for each device and step: whose keys are there, in colour if they are seen, for both
     chunks of queries (rows) and of keys (columns)."""
     r, seen = cut.members, cut.seen()
     palette = np.array([rgb(colour) for colour in stage_colours(r)])

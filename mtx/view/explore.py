@@ -1,6 +1,6 @@
-"""A layout as one looks around in it: choices in, and out comes all that is shown of them.
+"""Exploring a layout: choices go in, and everything that is shown for them comes out.
 
-No widgets here: `mtx.view.notebook.explore` puts sliders before `look`, and a page behind it.
+No widgets here: `mtx.view.notebook.explore` feeds `look` from sliders and shows it as a page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtx.view.picture import Picture
 from mtx.view.plan import draw_plan
 
 CHOICES = (*AXES, "virtual", "microbatch")  # fields of the layout with a slider
-_BATCHES = 4  # doublings and halvings of the run's own that the slider has
+_BATCHES = 4  # doublings and halvings of the run's own batch on the slider
 _MOST_SHARDS = 64
 _SENT = {  # by an axis' name or what it splits; gradients are summed over data and expert at once
     "expert": "expert_comm_s", "layers": "pipeline_comm_s", "batch": "data_comm_s",
@@ -28,7 +28,7 @@ _SENT = {  # by an axis' name or what it splits; gradients are summed over data 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """A run on a target, seen from one device. In a notebook, the plan as a picture."""
+    """A run on a target, seen from one device. In a notebook, it shows the plan as a picture."""
 
     plan: Plan
     device: Device
@@ -39,7 +39,7 @@ class Look:
 
     @property
     def sent_s(self) -> dict[str, float]:
-        """What sends over each axis take of a step, by the plan."""
+        """The time in a step that sends over each axis take, by the plan."""
         time = self.plan.time
         return {
             axis.name: getattr(time, _SENT.get(axis.name) or _SENT.get(axis.splits, ""), 0.0)
@@ -67,9 +67,9 @@ def look(
 ) -> Look:
     """`run` with other numbers for `choices`, which are fields of its layout or `global_batch`.
 
-    device: its rank, or its coordinates {"pipe": 0, "data": 0, "tensor": 0}; those beyond the mesh
-    are taken for the last ones. Layers that the run places by hand are placed "balanced" where
-    there are now other chunks. UserError where the choices do not go together.
+    device: its rank, or its coordinates {"pipe": 0, "data": 0, "tensor": 0}; beyond the mesh, the
+    last ones are taken. Layers that the run places by hand are placed "balanced" if the number of
+    chunks has changed. UserError if the choices do not go together.
     """
     batch = choices.pop("global_batch", run.global_batch)
     layout = replace(run.layout, **choices)
@@ -84,9 +84,9 @@ def look(
 
 
 def choices_of(run: RunConfig) -> dict[str, tuple[int, ...]]:
-    """What the sliders of a run can be set to: for each field alone what divides the model or the
-    batch, and powers of two. Not all go together, which is then said. A single number where a model
-    leaves no choice, as a dense one of `expert`."""
+    """The values on the sliders of a run: for each field by itself, divisors of the model or the
+    batch, and powers of two. Not all go together; then `look` says so. A single number if the model
+    leaves no choice, as a dense model does for `expert`."""
     model, batch, layout = run.model, run.global_batch, run.layout
     experts = model.routed_experts
     batches = [batch * 2**n for n in range(_BATCHES + 1)]

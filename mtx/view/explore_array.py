@@ -1,4 +1,4 @@
-"""A placed array as a picture: which device holds which part of it, read off the array itself."""
+"""A placed array as a picture: which device holds which part of it, read from the array itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _Cells = dict[tuple[int, ...], list]  # devices by where their part begins
 
 
 def show_array(array: Any, name: str = "", dims: Sequence[str] = ()) -> Picture:
-    """A `jax.Array` (or anything with a shape and a NamedSharding), cut as its devices hold it.
+    """A `jax.Array` (or anything with a shape and a NamedSharding), split as its devices hold it.
 
-    The two last dims that are cut span a panel, whose cells name their devices; those before them
-    count the panels. Colours are the stages, as in pictures of the mesh; grey is held by several.
-    dims: what the array's dims are called.
+    The last two dims that are split span a panel, whose cells name their devices; there is a panel
+    for each index of the split dims before them. Colours are the stages, as in pictures of the
+    mesh; grey cells are held by several stages. dims: the names of the array's dims.
     """
     shape, sharding = array.shape, array.sharding
     dims = tuple(dims) or tuple(f"dim {dim}" for dim in range(len(shape)))
@@ -60,7 +60,7 @@ def _entry(entry: Any) -> str:
 
 
 def _colours(mesh: Any) -> dict[Any, str]:
-    """Of each device: that of its stage; of all one, where the mesh has no stages."""
+    """The colour of each device's stage; one colour for all if the mesh has no stages."""
     palette = picture.stage_colours(mesh.shape.get("pipe", 1))
     dim = mesh.axis_names.index("pipe") if "pipe" in mesh.axis_names else None
     return {

@@ -1,7 +1,7 @@
 """What a device of a mesh holds of every parameter.
 
-Read off the specs of the training step's own state, so that it says of 3,072 devices that are not
-there what `jax.Array.addressable_shards` would say of them; nothing is allocated.
+Read from the specs of the training step's own state, so that it can say of 3,072 devices that do
+not exist what `jax.Array.addressable_shards` would say of them; nothing is allocated.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _STACKED = 3  # dims before a layer's own: stage, chunk, place in the chunk
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one device holds of one parameter. Slices are of the global array, layers stacked."""
+    """What one device holds of one parameter. Slices index the global array, layers stacked."""
 
     name: str
-    dims: tuple[str, ...]  # of a layer's, or the whole array's, without the stacking
+    dims: tuple[str, ...]  # of one layer, or of the whole array, without the stacked dims
     shape: tuple[int, ...]
-    part: tuple[slice, ...]  # that it computes with, and whose gradient it sums
+    part: tuple[slice, ...]  # what it computes with, and whose gradient it sums
     master: tuple[slice, ...]  # of the float32 master and both moments: ZeRO's shard of the part
-    layers: tuple[int, ...] | None  # of its part, chunk by chunk; None: not of a layer
-    master_layers: tuple[int, ...] | None  # of its shard of the master
+    layers: tuple[int, ...] | None  # in its part, chunk by chunk; None: not a layer's parameter
+    master_layers: tuple[int, ...] | None  # in its shard of the master
 
     @property
     def elements(self) -> int:
-        """Numbers of the part, with room for as many layers as the fullest stage has."""
+        """Elements of the part, with room for as many layers as the fullest stage has."""
         return math.prod(index.stop - index.start for index in self.part)
 
     @property
     def master_elements(self) -> int:
-        """Numbers of its shard of the master, with what pads it."""
+        """Elements of its shard of the master, with padding."""
         return math.prod(index.stop - index.start for index in self.master)
 
     @property
@@ -51,7 +51,7 @@ class Held:
 
     @property
     def master_text(self) -> str:
-        """What it has of that in its master: "hidden 0-47 of 96", "layers 2", or "all of it"."""
+        """What its master has of its part: "hidden 0-47 of 96", "layers 2", or "all of it"."""
         own = slice(-len(self.dims), None)
         further = [
             index if index != part else slice(0, size)
@@ -64,7 +64,7 @@ class Held:
 
 
 def numbers_text(numbers: Sequence[int]) -> str:
-    """ "3", "0, 8, … 40" or "8-15": ranks or layers, those that are evenly spaced in short."""
+    """ "3", "0, 8, … 40" or "8-15": ranks or layers; evenly spaced ones are abbreviated."""
     if not numbers:
         return "none"
     first, last = numbers[0], numbers[-1]
@@ -78,7 +78,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 
 def cut_text(dims: Sequence[str], shape: Sequence[int], part: Sequence[slice]) -> str:
-    """The dims of which `part` is not all: "vocabulary 0-63 of 256, hidden 48-95 of 96"."""
+    """The dims that `part` covers only partly: "vocabulary 0-63 of 256, hidden 48-95 of 96"."""
     cuts = []
     for dim, size, index in zip(dims, shape, part, strict=True):
         if (index.start, index.stop) == (0, size):
@@ -93,8 +93,8 @@ def cut_text(dims: Sequence[str], shape: Sequence[int], part: Sequence[slice]) -
 def local_slices(
     shape: Sequence[int], spec: PartitionSpec, at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[slice, ...]:
-    """The part of an array of that shape and spec that lies at coordinates `at` of the mesh:
-    what `jax.sharding.NamedSharding.devices_indices_map` says, without its devices."""
+    """The part of an array of that shape and spec that lies at coordinates `at` of the mesh: what
+    `jax.sharding.NamedSharding.devices_indices_map` returns, but without devices."""
     slices = []
     for dim, size in enumerate(shape):
         entry = spec[dim] if dim < len(spec) else None
@@ -110,8 +110,8 @@ class Holdings:
     """What the devices of a run hold, by their coordinates."""
 
     def __init__(self, run: RunConfig):
-        # The kernel of attention holds nothing; "auto" would ask which devices are there. Of a
-        # schedule only its chunks' places count, so that a short one does.
+        # The attention kernel holds nothing, and "auto" would ask which devices are there. All that
+        # matters of a schedule is where its chunks are, so a short one will do.
         layout, batch = replace(run.layout, attention="blocked"), run.global_batch
         if layout.schedule in MAKERS:
             batch = min(batch, 4 * layout.pipe * layout.replicas * layout.microbatch)
@@ -128,7 +128,7 @@ class Holdings:
 
     def layers(self, name: str, part: Sequence[slice]) -> tuple[int, ...] | None:
         """The layers in a part [P, C, N_kind] of a parameter's stack, in its order; padding holds
-        none. None of what is not stacked."""
+        none. None if the parameter is not stacked."""
         if not part:
             return None
         placement, kind = self._trainer.placement, name.split(".")[1]

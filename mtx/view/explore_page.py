@@ -1,6 +1,6 @@
-"""What is shown of a layout, as one piece of HTML: no scripts, and tooltips by `title` alone.
+"""The page of a layout, as one HTML element: no scripts, and tooltips by `title` alone.
 
-Every cell of the mesh says its device in `data-device`, so that whoever shows the page can tell
+Every cell of the mesh names its device in `data-device`, so that whoever shows the page can tell
 what was clicked.
 """
 
@@ -36,13 +36,13 @@ from mtx.view.picture import (
 from mtx.view.plan import fill_schedule, fill_time
 from mtx.view.spans import count
 
-_ALONE = 1024  # devices that are drawn one by one
-_NUMBERED, _LABELLED = 24, 10  # cells side by side, at most, with numbers, and with places in them
+_ALONE = 1024  # up to this many devices are drawn one by one
+_NUMBERED, _LABELLED = 24, 10  # most cells side by side that show numbers, and places
 _CELL_PIXELS = 84  # at most
 _WIDE, _HIGH = 10.0, 7.0  # of a cell, in the units of its picture
-_PER_ROW = 16  # of the devices of one cell
+_PER_ROW = 16  # cells per row, when drawing the devices of one cell
 _TOY = 0.1  # GiB: below, MiB are shown
-# Of the groups of a device, by axis: a dot's colour, and where it is in a cell. Others: as data.
+# For the groups of a device, by axis: a dot's colour, and its place in a cell. Others: as data.
 _DOTS = {
     "tensor": (COMMUNICATION, 1.5, 1.6),
     "data": (COMMUNICATION_LIGHT, 8.5, 1.6),
@@ -68,8 +68,8 @@ box-sizing:border-box;max-width:100%%;overflow-wrap:anywhere}
 
 
 def page_html(look: Look) -> str:
-    """Mesh, device, memory, time, schedule and communication of a layout, side by side where there
-    is room."""
+    """Mesh, device, memory, time, schedule and communication of a layout, side by side if there is
+    room."""
     columns = tag("div", *_mesh(look), _pictures(look.plan)) + tag("div", *_device(look))
     return tag(
         "div", tag("style", _STYLE), _headline(look), tag("div", columns, class_="row"),
@@ -137,9 +137,9 @@ def _svg(
     look: Look, places: dict[range, tuple[float, float]], pixels: float,
     groups: Sequence[str] = (), frames: Sequence[tuple[float, ...]] = (),
 ) -> str:  # fmt: skip
-    """Cells at these places, by their devices, `pixels` wide each: with their part of the model as
-    a tooltip, frames around nodes (left, top, width, height) and around the device, and dots for
-    its groups."""
+    """Cells, each `pixels` wide, with their part of the model as a tooltip; frames around nodes
+    (left, top, width, height) and around the device; and dots for its groups. places: the place of
+    each cell, by its devices."""
     columns, rows = (max(place[dim] for place in places.values()) + 1 for dim in (0, 1))
     labels = (columns <= _NUMBERED) + (columns <= _LABELLED)
     drawn = [_cell(look, ranks, x * _WIDE, y * _HIGH, labels) for ranks, (x, y) in places.items()]
@@ -184,8 +184,8 @@ def _cell(look: Look, ranks: range, x: float, y: float, labels: int) -> str:
 
 
 def _tooltip(look: Look, device: Device, ranks: range) -> str:
-    """Of one device its coordinates, of several which they are; their groups, layers, and of which
-    dims of the parameters they have a part, each said once."""
+    """The coordinates of one device, or which devices several are; their groups, layers, and the
+    parts they have of dims of the parameters, each said once."""
     head = f"{device}, node {device.rank // look.plan.hardware.node_devices}"
     if len(ranks) > 1:
         stage = device.at["pipe"]
@@ -243,7 +243,7 @@ def _device(look: Look) -> Iterator[str]:
 
 
 def _positions_text(look: Look) -> str:
-    """Those of the device's two chunks."""
+    """The positions in the device's two chunks."""
     cut = Cut.of(look.layout, look.plan.run.model)
     size, own = cut.sequence // (2 * cut.devices), cut.chunks(cut.devices)
     numbers = own[look.device.at["context"]].tolist()

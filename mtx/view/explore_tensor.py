@@ -1,4 +1,4 @@
-"""Tensor groups that leave their node, as a picture: which links they use, and what it costs."""
+"""Tensor groups that span nodes, as a picture: which links they use, and what that costs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mtx.view.plan import plan_again, time_parts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LARGEST_NODE = 16  # whose devices are drawn side by side
+_LARGEST_NODE = 16  # devices; those of larger nodes are not drawn
 
 
 def tensor_plans(plan: Plan) -> list[Plan]:
-    """The plan with other tensor groups on as many GPUs: pipe is halved where tensor doubles, and
-    so on. Those that divide the model, smallest groups first."""
+    """The plan with other tensor groups on the same number of GPUs: pipe is halved when tensor
+    doubles, and so on. Only those that divide the model, smallest groups first."""
     layout, found = plan.run.layout, []
     for tensor in (2**n for n in range(8)):
         pipe, rest = divmod(layout.pipe * layout.tensor, tensor)
         if pipe and not rest:
             try:
                 found.append(plan_again(plan, layout=replace(layout, pipe=pipe, tensor=tensor)))
-            except UserError:  # what does not divide is no choice
+            except UserError:  # it does not divide the model
                 continue
     return found
 
 
 def show_tensor_groups(plan: Plan) -> Picture:
     """Two tensor groups on their nodes, one of a node's size and one of two nodes, with the links
-    that they use; and the step's time with groups of each size on as many GPUs. UserError where a
-    node is too large to be drawn."""
+    that they use; and the step's time with groups of each size on the same number of GPUs.
+    UserError if a node is too large to be drawn."""
     plans, node = tensor_plans(plan), plan.hardware.node_devices
     if not 1 < node <= _LARGEST_NODE:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Sliders before the page of a layout. Needs ipywidgets and anywidget, the extra `notebook`."""
+"""Sliders above the page of a layout. Needs ipywidgets and anywidget, the extra `notebook`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtx.view.explore_page import page_html
 from mtx.view.mesh import Device
 from mtx.view.picture import LIMIT
 
-_OWN = "this run"  # the model's name where it is no preset
+_OWN = "this run"  # the model's name if it is not a preset
 _SCRIPT = """
 function render({ model, el }) {
   const draw = () => { el.innerHTML = model.get("html"); };
@@ -38,22 +38,22 @@ export default { render };
 
 
 class Page(anywidget.AnyWidget):
-    """HTML that sends {"device": rank} where an element of it with a `data-device` is clicked."""
+    """HTML that sends {"device": rank} when an element of it with a `data-device` is clicked."""
 
     _esm = _SCRIPT
     html = traitlets.Unicode().tag(sync=True)
 
 
 def _show(widget: ipywidgets.DOMWidget, wanted: bool) -> None:
-    """Or leaves its place empty: a choice of one is none."""
+    """Show a widget if wanted, else hide it: a choice of one is not a choice."""
     widget.layout.display = None if wanted else "none"
 
 
 class Explorer:
     """A run's layout with a slider for each choice, and a page that follows them.
 
-    `look` is what is shown: where the choices do not go together, the last that did, with one line
-    that says why. `sliders` are the widgets by the names of their choices.
+    `look` is what is shown: if the choices do not go together, the last that did, with one line
+    that says why. `sliders` are the widgets, by the names of their choices.
     """
 
     def __init__(self, run: RunConfig, *, name: str | None = None, target: str = "a100-80gb"):
@@ -78,7 +78,7 @@ class Explorer:
         self.page = Page()
         self._given = run
         self._set_choices()
-        self.look: Look = look(run, target=target)  # what cannot be shown at first, is no choice
+        self.look: Look = look(run, target=target)  # UserError if the run itself cannot be shown
         for widget in (self.target, *self.sliders.values(), *self.device.values()):
             widget.observe(self._redraw, "value")
         self.model.observe(self._change_model, "value")
@@ -109,7 +109,7 @@ class Explorer:
                 _show(picker, axis in shown.layout.shown)
 
     def _click(self, page: Page, message: dict, buffers: Any) -> None:
-        """Looks from the device that was clicked, of the layout that the page shows."""
+        """Look from the device that was clicked, in the layout that the page shows."""
         device = Device(layout=self.look.layout, rank=message["device"])
         with self._together():
             for axis, picker in self.device.items():
@@ -123,7 +123,7 @@ class Explorer:
         self._redraw()
 
     def _set_choices(self) -> None:
-        """The sliders of the run, at its own values."""
+        """Set the sliders to the choices of the run, at its own values."""
         for name, options in choices_of(self._run).items():
             source = self._run if name == "global_batch" else self._run.layout
             self.sliders[name].options = [(f"{option:,}", option) for option in options]
@@ -132,7 +132,7 @@ class Explorer:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Changes several widgets, and draws nothing before all are changed."""
+        """Change several widgets, and redraw nothing until all are changed."""
         before, self._redrawing = self._redrawing, True
         try:
             yield
@@ -148,7 +148,7 @@ class Explorer:
         return ipywidgets.VBox([ipywidgets.GridBox(controls, layout=wide), self.message, self.page])
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """The widgets; and where no kernel moves them, the picture of what they show."""
+        """The widgets, and the picture of what they show for when no kernel runs them."""
         bundle: Any = self.widget._repr_mimebundle_(**options)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         png, size = self.look._repr_png_()

@@ -26,7 +26,7 @@ def table(rows: Iterable[Iterable[str]], head: Sequence[str] = (), **attributes:
 
 
 def svg(drawn: Iterable[str], width: float, height: float, pixels: float) -> str:
-    """A picture of elements in units of its own, with a margin of one."""
+    """An SVG picture of elements in its own units, with a margin of one unit."""
     return tag(
         "svg", *drawn, viewBox=f"-1 -1 {width + 2:g} {height + 2:g}", width=round(pixels),
         xmlns="http://www.w3.org/2000/svg",
@@ -34,7 +34,7 @@ def svg(drawn: Iterable[str], width: float, height: float, pixels: float) -> str
 
 
 def key(colour: str, text: str, *, border: str | None = None) -> str:
-    """What a colour means."""
+    """A key: a colour and what it means."""
     frame = f";border:2px solid {border};box-sizing:border-box" if border else ""
     square = tag("span", class_="key", style=f"background:{colour}{frame}")
     return tag("small", square, text, style="white-space:nowrap;margin-right:12px") + " "

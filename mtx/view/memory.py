@@ -1,4 +1,4 @@
-"""The memory of a device as a picture: its parts against what there is, and by pipeline stage."""
+"""The memory of a device as a picture: its parts against what is available, and by stage."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def draw_memory(
     *,
     labels: Sequence[str] | None = None,
 ) -> Figure:
-    """A bar for each plan, of its parts, with lines at all of the memory and at what can be had.
+    """A bar for each plan, of its parts, with lines at the whole memory and at what can be used.
 
-    Of one plan with several stages, also what each stage uses of the stash that every device
-    holds. labels: of the bars; None: their recomputation. Saved to `path` if given. UserError where
-    matplotlib is missing, there are no plans, or `path` cannot be.
+    For one plan with several stages, also what each stage uses of the stash that every device
+    holds. labels: of the bars; None: their recomputation. Saved to `path` if given. UserError if
+    matplotlib is missing, there are no plans, or `path` is not valid.
     """
     plans = [plans] if isinstance(plans, Plan) else list(plans)
     if not plans:
@@ -63,10 +63,10 @@ def draw_memory(
 def fill_bars(
     axes: Axes, plans: Sequence[Plan], labels: Sequence[str] | None = None, *, columns: int = 4
 ) -> None:
-    """The bars of `draw_memory`, with a legend of so many columns."""
+    """The bars of `draw_memory`, with a legend of `columns` columns."""
     device = plans[0].hardware
     longest = max(plan.memory.total_bytes for plan in plans) / GIB
-    # A toy's bars would not be seen beside a whole device.
+    # A toy's bars would be invisible next to a whole device.
     unit, scale = ("MiB", 1024) if longest < _TOY * device.memory_gib else ("GiB", 1)
     reach = scale * (longest if unit == "MiB" else max(longest, device.memory_gib))
     for row, plan in enumerate(plans):
@@ -116,7 +116,7 @@ def _fill_stages(axes: Axes, plan: Plan, waiting: np.ndarray) -> None:
 
 
 def _in_flight(plan: Plan) -> np.ndarray | None:
-    """int [P]: (microbatch, chunk) pairs that wait at most, or None where stages do not differ."""
+    """int [P]: the most (microbatch, chunk) pairs that wait; None if the stages do not differ."""
     schedule = short_table(plan.run.layout, plan.run.microbatches)
     if schedule is None or not plan.memory.stash_bytes:
         return None

@@ -1,7 +1,7 @@
-"""A device mesh as text, and its devices: who holds what, and which axes cross from node to node.
+"""A device mesh as text, and its devices: which holds what, and which axes cross nodes.
 
-Devices stand in the order of the mesh's axes, the last innermost: rank = ((stage * replicas +
-replica) * context + part) * tensor + shard, where a replica is one of `data` and of `expert`.
+Devices are in the order of the mesh's axes, the last innermost: rank = ((stage * replicas +
+replica) * context + part) * tensor + shard, where replicas count over both `data` and `expert`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-_SENT = {  # over an axis, by its name or by what it splits
+_SENT = {  # what is sent over an axis, by its name or by what it splits
     "expert": "tokens to experts and back; gradients",
     "layers": "activations, once a microbatch and chunk",
     "batch": "gradients and parameters, once a step",
     "sequence": "keys and values, or heads, every layer",
     "weights": "activations, several times a layer",
 }
-_MOST_NODES = 8  # above, the first ones and the last are shown
+_MOST_NODES = 8  # of more, the first ones and the last are shown
 _FIRST_NODES = 4
 _MOST_GROUPS = 4  # of a stage on a node; more are summed up
 
@@ -49,7 +49,7 @@ class Device:
 
     @classmethod
     def at_place(cls, layout: Layout, at: Mapping[str, int]) -> Device:
-        """The device at these coordinates; those beyond the mesh are taken for the last ones."""
+        """The device at these coordinates; beyond the mesh, the last ones are taken."""
         place = tuple(min(at.get(axis, 0), size - 1) for axis, size in layout.sizes.items())
         rank = np.ravel_multi_index(place, tuple(layout.sizes.values()))
         return cls(layout=layout, rank=int(rank))
@@ -67,7 +67,7 @@ class Device:
         return " ".join(f"{axis[0]}{place}" for axis, place in self.at.items())
 
     def group(self, axis: str) -> range:
-        """The ranks that it exchanges messages with over `axis`, itself among them."""
+        """The ranks that it exchanges messages with over `axis`, including its own."""
         (links,) = (one for one in axis_links(self.layout) if one.axis == axis)
         first = self.rank - self.at[axis] * links.stride
         return range(first, first + links.size * links.stride, links.stride)
@@ -78,7 +78,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisLinks:
-    """What the groups of one axis are like."""
+    """The groups of one axis, and the links they use."""
 
     axis: str
     size: int  # devices of a group
@@ -88,7 +88,7 @@ class AxisLinks:
 
 
 def axis_links(layout: Layout, node_size: int = 1) -> list[AxisLinks]:
-    """Of each axis, outermost first: how large its groups are, and which links they use."""
+    """For each axis, outermost first: how large its groups are, and which links they use."""
     sizes = tuple(layout.sizes.values())
     node_of = np.arange(layout.devices).reshape(sizes) // node_size
     return [
@@ -120,7 +120,7 @@ def _reach(nodes: np.ndarray) -> str:
 
 
 def link_rows(layout: Layout, hardware: Hardware) -> list[tuple[str, str, str, str]]:
-    """Of each axis: its name, its groups, the links they use with the rate at which a device sends
+    """For each axis: its name, its groups, the links they use with the rate at which a device sends
     over each, and what is sent."""
     inside, outside = f"{hardware.link_gb_s:g} GB/s", f"{hardware.network_gb_s:g} GB/s"
     rates = {
@@ -146,8 +146,8 @@ def mesh_text(layout: Layout, *, node_size: int = 8) -> str:
     """Which devices of each node hold which stage, replica and tensor shards; then, for each axis,
     whether its groups stay inside a node.
 
-    Brackets hold the devices of one tensor group. Of more than eight nodes, the first four and the
-    last are shown. Raises UserError where `node_size` is below 1.
+    Brackets hold the devices of one tensor group. If there are more than eight nodes, the first
+    four and the last are shown. UserError if `node_size` is below 1.
     """
     checked("node_size", node_size, Devices)
     nodes = -(-layout.devices // node_size)
@@ -208,7 +208,7 @@ def _replicas(layout: Layout, held: list[tuple[int, list[int]]]) -> str:
 
 
 def _replica(layout: Layout, group: int) -> str:
-    """A tensor group of a stage: whose replica it is, and of which part of its sequences."""
+    """A tensor group of a stage: its replica, and which part of the sequences it has."""
     replica, part = divmod(group, layout.context)
     return f"replica {replica}" + (f" part {part}" if layout.context > 1 else "")
 
@@ -237,9 +237,9 @@ class MeshView:
 def draw_mesh(layout: Layout, hardware: Hardware, path: str | Path | None = None) -> Figure:
     """Devices or nodes by pipeline stage, the groups of device 0, and the links of every axis.
 
-    Up to 128 devices are drawn one by one. Of more, every cell is a part of one stage: a node, a
-    part of one, or several. Saved to `path` (.svg, .png or .pdf) if given. UserError where
-    matplotlib is missing, or `path` ends otherwise or cannot be written.
+    Up to 128 devices are drawn one by one. Of more, every cell is a part of one stage: a node, part
+    of a node, or several nodes. Saved to `path` (.svg, .png or .pdf) if given. UserError if
+    matplotlib is missing, or `path` has another suffix or cannot be written.
     """
     figure = picture.new_figure(11.5, 5.4, path)
     fill_mesh(figure, layout, hardware)
@@ -257,7 +257,7 @@ def fill_mesh(figure: Figure | SubFigure, layout: Layout, hardware: Hardware) ->
 
 
 def _write_links(axes: Axes, layout: Layout, hardware: Hardware) -> None:
-    """For every axis: its groups, the links they use with the rate of one device, what is sent."""
+    """Write for each axis its groups, their links with the rate of one device, and what is sent."""
     rows = [("axis", "groups", "links of a group", "what is sent"), *link_rows(layout, hardware)]
     axes.set_axis_off()
     axes.set_ylim(len(rows) - 1, -0.6)

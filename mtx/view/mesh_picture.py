@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 _MOST_DEVICES = 128  # drawn one by one, with their coordinates
-_WIDEST_NODE = 16  # whose devices are drawn one by one
-_MOST_CELLS = 1200  # of the map; above, a cell is several nodes
+_WIDEST_NODE = 16  # devices; those of larger nodes are not drawn one by one
+_MOST_CELLS = 1200  # of the map; with more, a cell is several nodes
 _ASPECT = 2.6  # width over height of the map
 _PLACES = {  # what the coordinate on an axis is called
     "pipe": "stage", "data": "replica", "expert": "its part, and of the experts",
     "context": "part of sequences", "tensor": "tensor shard",
 }  # fmt: skip
-# The groups of device 0 on a map, by axis: marker, size, colour, and which lies above which. Those
-# of tensor stand beside each other in a cell.
+# The groups of device 0 on a map, by axis: marker, size, colour, and drawing order. The devices of
+# its tensor group are next to each other in a cell.
 _GROUPS = {
     "pipe": ("o", 18, COMMUNICATION, 4), "data": ("s", 34, COMMUNICATION_LIGHT, 3),
     "expert": ("^", 18, WEIGHT, 5), "context": ("D", 14, LIMIT, 6),
@@ -43,20 +43,20 @@ _GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeshMap:
-    """Cells of `unit` devices each, in blocks of `high` x `wide` cells, one block a stage."""
+    """Cells of `unit` devices each, in blocks of `high` x `wide` cells, one block per stage."""
 
     stages: int
     stage_devices: int
-    unit: int  # devices of a cell; those of the last cell of a stage may be fewer
+    unit: int  # devices per cell; the last cell of a stage may have fewer
     aligned: bool  # a cell is a part of one node, or whole nodes
-    cells: int  # of a stage
+    cells: int  # per stage
     high: int
     wide: int
     per_row: int  # blocks side by side
 
     @classmethod
     def of(cls, layout: Layout, node_size: int, *, alone: int = 0) -> MeshMap:
-        """Up to `alone` devices have a cell each; of more, a cell is part of a node, or several."""
+        """Up to `alone` devices have a cell each; beyond, a cell is part of a node, or several."""
         stage, unit = layout.devices // layout.pipe, 1  # devices
         if layout.devices > alone:
             unit = math.gcd(stage, node_size)
@@ -73,10 +73,10 @@ class MeshMap:
             rows = -(-layout.pipe // per_row)
             aspect = per_row * (wide + gap) / (rows * (high + 2 * gap))
             empty, row = high * wide / cells - 1, wide * unit  # cells, devices
-            torn = high > 1 and row % node_size and node_size % row  # nodes, by the ends of rows
+            torn = high > 1 and row % node_size and node_size % row  # if row ends cut nodes
             return abs(math.log(aspect / _ASPECT)) + empty + bool(torn)
 
-        # All ways to fold a stage, its tensor groups side by side, and to wrap the row of stages.
+        # All ways to fold a stage, with tensor groups side by side, and to wrap the row of stages.
         group = min(cells, max(1, layout.tensor // unit))
         ways = [
             (-(-cells // wide), wide, per_row)
@@ -100,7 +100,7 @@ class MeshMap:
         return range(first, min(first + self.unit, stage_end))
 
     def firsts(self) -> list[int]:
-        """Of every cell, stage by stage."""
+        """The first device of every cell, stage by stage."""
         return [
             stage * self.stage_devices + cell * self.unit
             for stage in range(self.stages)
@@ -116,8 +116,8 @@ class MeshMap:
         return block * (self.wide + gap) + column, block_row * (self.high + 2 * gap) + row
 
     def frames(self, node_size: int) -> list[tuple[int, float, float, float, float]]:
-        """Number, left, top, width and height of each node; of each row of its cells, where others
-        lie between them. None where cells are nodes, or not aligned with them."""
+        """Number, left, top, width and height of each node, or of each row of its cells if other
+        cells lie between them. Empty if cells are nodes, or not aligned with nodes."""
         firsts = self.firsts() if self.aligned and self.unit < node_size else []
         corners = np.array([self.corner(first) for first in firsts])
         nodes, found = np.array(firsts) // node_size, []
@@ -132,7 +132,7 @@ class MeshMap:
         return found
 
     def cell_text(self, node_size: int) -> str:
-        """What a cell is."""
+        """What a cell is, in words."""
         devices = count(self.unit, "device")
         if self.aligned and self.unit % node_size == 0:
             return f"{count(self.unit // node_size, 'node')}, {devices}"
@@ -147,12 +147,12 @@ def _group_of_first(layout: Layout, axis: str) -> range:
 
 
 def _gap(cells: int) -> float:
-    """Between stages side by side, and twice of it between rows of them."""
+    """The gap between stages side by side; between rows of stages it is twice as large."""
     return 0.0 if cells == 1 else 0.3
 
 
 def fill_devices(figure: Figure | SubFigure, layout: Layout, node_size: int) -> None:
-    """Few devices one by one; of many a map, beside it their first node."""
+    """Draw few devices one by one; many as a map, with the first node next to it."""
     grid = MeshMap.of(layout, node_size, alone=_MOST_DEVICES)
     if grid.unit == 1 or node_size > _WIDEST_NODE:
         _draw_map(figure.add_subplot(), layout, grid, node_size)
@@ -170,7 +170,7 @@ def fill_devices(figure: Figure | SubFigure, layout: Layout, node_size: int) -> 
 def _draw_cells(
     axes: Axes, layout: Layout, corners: dict[int, tuple[float, float]], unit: int
 ) -> None:
-    """A box for each cell, coloured by stage; of single devices with their coordinates."""
+    """A box for each cell, coloured by stage; single devices have their coordinates in it."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -199,7 +199,7 @@ def _draw_map(axes: Axes, layout: Layout, grid: MeshMap, node_size: int) -> None
         axes.add_patch(Rectangle((x, y), wide, high, fill=False, edgecolor=FAINT, linewidth=1.0))
         if grid.unit == 1 and (x, y - 1) not in corners:  # there is room
             axes.text(x + 0.04, y - 0.04, f"node {node}", fontsize=6, color=FAINT)
-    # One cell a stage, or one stage a row, leaves room for names at the left of each row only.
+    # One cell per stage, or one stage per row, leaves room for names only to the left of each row.
     alone = 1 in (grid.cells, grid.per_row) and layout.pipe > grid.per_row
     every = grid.per_row if alone else -(-layout.pipe // 32)
     for stage in range(0, layout.pipe, every) if grid.unit > 1 else ():

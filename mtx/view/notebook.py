@@ -1,6 +1,6 @@
 """In a notebook: sliders to explore layouts, and schedules and simulations that show themselves.
 
-`import mtx` registers the latter where IPython runs; `%load_ext mtx.view.notebook` does as well.
+`import mtx` registers the latter if IPython runs; `%load_ext mtx.view.notebook` does as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SHOWN = (("mtx.schedules.schedule", "Schedule"), ("mtx.schedules.simulate", "Si
 
 
 def explore(run: str | RunConfig, *, target: str = "a100-80gb") -> Explorer | Look:
-    """Sliders for the layout of a run, or of a preset by its name, with all that follows from it:
+    """Sliders for the layout of a run, or of a preset by its name, with what follows from it:
     mesh, memory, time, bubble, communication, and what each device holds.
 
-    target: a name in `mtx.plan.hardware`, or a TOML file's path. Where ipywidgets is missing, one
-    line says so, and the layout is shown as it is. UserError for a run that cannot be planned.
+    target: a name in `mtx.plan.hardware`, or a TOML file's path. If ipywidgets is missing, one line
+    says so, and the layout is shown as it is. UserError for a run that cannot be planned.
     """
     from mtx.config import RunConfig
     from mtx.errors import require_kind
@@ -48,7 +48,7 @@ def _picture(shown: Any) -> tuple[bytes, dict[str, int]]:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Registers the pictures with IPython's display; imports nothing before one is shown."""
+    """Register the pictures with IPython's display; nothing is imported until one is shown."""
     png = ipython.display_formatter.formatters["image/png"]
     for module, name in _SHOWN:
         png.for_type_by_name(module, name, _picture)

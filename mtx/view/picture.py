@@ -24,12 +24,12 @@ FORWARD, BACKWARD, WEIGHT = "#2f6db5", "#3d9a5b", "#e08a2e"
 COMMUNICATION, COMMUNICATION_LIGHT = "#7d4fa8", "#c3a6dc"
 IDLE, INK, FAINT = "#e4e4e4", "#303030", "#8a8a8a"
 LIMIT = "#b3261e"
-# Of F, B and W: darkest and lightest; the chunks go from dark (first) to light (last), as in
+# The darkest and lightest of F, B and W; the chunks go from dark (first) to light (last), as in
 # figure 4 of Narayanan et al., SC'21.
 SHADES = (("#1d4f91", "#9cc4ee"), ("#1d6b3a", "#a3d9a5"), ("#b35c12", "#f6c48b"))
 _DPI = 150
 _PIXELS_PER_INCH = 96  # on a page, at most
-_MOST_PIXELS = 1400  # across a picture in a notebook, which keeps it
+_MOST_PIXELS = 1400  # across a picture in a notebook, which stores it
 
 
 def rgb(colour: str) -> np.ndarray:
@@ -57,7 +57,7 @@ def ink(colour: str) -> str:
 
 @functools.lru_cache
 def stage_colours(stages: int) -> tuple[str, ...]:
-    """From dark to light, so that neighbours differ and the order is seen."""
+    """A colour per stage, from dark to light, so that neighbours differ and the order shows."""
     from matplotlib import colormaps
 
     points = np.linspace(0.12, 0.95, stages) if stages > 1 else np.array([0.4])
@@ -68,8 +68,8 @@ def stage_colours(stages: int) -> tuple[str, ...]:
 class Picture:
     """A figure that a notebook shows, no wider than its cell.
 
-    As PNG: JupyterLab lets an SVG run out of its cell, and shows none of a notebook that it does
-    not trust, such as one that has just been cloned.
+    It is shown as PNG: JupyterLab lets an SVG run out of its cell, and shows no SVG of a notebook
+    that it does not trust, such as one that has just been cloned.
     """
 
     figure: Figure
@@ -91,8 +91,8 @@ class Picture:
 
 
 def new_figure(width_inches: float, height_inches: float, path: str | Path | None = None) -> Figure:
-    """An empty figure with a canvas of its own. UserError where matplotlib is missing, or where no
-    picture could be saved at `path`."""
+    """An empty figure with its own canvas. UserError if matplotlib is missing, or if no picture can
+    be saved at `path`."""
     if path is not None:
         check_suffix(path)
     try:
@@ -108,14 +108,14 @@ def new_figure(width_inches: float, height_inches: float, path: str | Path | Non
 
 
 def check_suffix(path: str | Path) -> None:
-    """UserError where no picture can be saved under that name."""
+    """UserError if no picture can be saved under that name."""
     if user_path(path).suffix.lower() not in SUFFIXES:
         raise UserError(f"path={str(path)!r} must end with one of {', '.join(SUFFIXES)}")
 
 
 def save_figure(figure: Figure, path: str | Path | None) -> Figure:
     """The figure, saved as .svg, .png or .pdf if there is a path. UserError for another suffix, or
-    where it cannot be written."""
+    if it cannot be written."""
     if path is not None:
         check_suffix(path)
         try:
@@ -126,7 +126,7 @@ def save_figure(figure: Figure, path: str | Path | None) -> Figure:
 
 
 def _write(figure: Figure, file: str | Path | io.BytesIO, kind: str, *, dpi: float = _DPI) -> None:
-    """Text stays text in an SVG, and the same picture gives the same bytes."""
+    """Write a figure. Text stays text in an SVG, and the same picture gives the same bytes."""
     import matplotlib
 
     settings: Any = {
@@ -151,7 +151,7 @@ def split_figure(figure: Figure | SubFigure, *heights: float) -> list[SubFigure]
 def plain_axes(
     axes: Axes, title: str, x: str = "", y: str = "", *, pad: float | None = None
 ) -> None:
-    """A quiet frame, a title at its left (`pad` points above it), and what its axes are."""
+    """A plain frame, a title at its left (`pad` points above it), and labels of the axes."""
     axes.set_title(title, loc="left", fontsize=9.5, color=INK, pad=pad)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
@@ -167,8 +167,8 @@ def figure_title(figure: Figure | SubFigure, text: str, points: float = 11) -> N
 def stack_bars(
     axes: Axes, row: int, parts: Iterable[tuple[str, float, str]], *, label_above: float = np.inf
 ) -> float:
-    """A bar of parts (name, length, colour) end to end; where it ends. Those longer than
-    `label_above` say how long they are."""
+    """Draw a bar of parts (name, length, colour) end to end; returns where it ends. Parts longer
+    than `label_above` are labelled with their length."""
     left = 0.0
     for name, length, colour in parts:
         axes.barh(
@@ -185,7 +185,7 @@ def stack_bars(
 
 
 def name_rows(axes: Axes, names: Iterable[str]) -> None:
-    """What each row of bars is, the first one on top."""
+    """Name each row of bars, the first one on top."""
     names = list(names)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.6)

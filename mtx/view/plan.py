@@ -42,10 +42,10 @@ _DOUBLINGS = 5  # of the replicas, below and above the plan's
 
 
 def draw_plan(plan: Plan, path: str | Path | None = None) -> Figure:
-    """Mesh, memory, time of a step, timeline and scaling of one plan, and where sequences are cut
-    who has which of their positions (`mtx.view.context`), saved to `path` if given.
-    UserError where matplotlib is missing, or `path` ends otherwise than .svg, .png or .pdf, or
-    cannot be written."""
+    """Mesh, memory, time of a step, timeline and scaling of one plan and, if sequences are split,
+    which device has which of their positions (`mtx.view.context`); saved to `path` if given.
+    UserError if matplotlib is missing, or `path` does not end with .svg, .png or .pdf, or cannot be
+    written."""
     cut = plan.run.layout.context > 1
     figure = picture.new_figure(13.0, 18.0 if cut else 11.0, path)
     picture.figure_title(figure, title(plan), 13)
@@ -72,7 +72,7 @@ def draw_time(plan: Plan, path: str | Path | None = None) -> Figure:
 
 
 def draw_throughput(plan: Plan, path: str | Path | None = None) -> Figure:
-    """TeraFLOP/s of a GPU over their number: the plan with more replicas and fewer."""
+    """TeraFLOP/s per GPU over the number of GPUs: the plan with more replicas and with fewer."""
     figure = picture.new_figure(7.0, 3.6, path)
     fill_throughput(figure.add_subplot(), plan)
     return picture.save_figure(figure, path)
@@ -128,9 +128,9 @@ def fill_throughput(axes: Axes, plan: Plan) -> None:
 
 
 def scaled_plans(plan: Plan, *, weak: bool) -> list[Plan]:
-    """The plan with half and twice as many replicas, and so on, where the batch allows it.
+    """The plan with half and twice as many replicas, and so on, if the batch allows it.
 
-    weak: the batch grows with them; otherwise it stays. By ascending number of GPUs.
+    weak: the batch grows with them; otherwise it stays. In ascending order of GPUs.
     """
     run, scaled = plan.run, []
     for factor in (2.0**doubling for doubling in range(-_DOUBLINGS, _DOUBLINGS + 1)):
@@ -154,7 +154,7 @@ def plan_again(plan: Plan, **changes: object) -> Plan:
 
 
 def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
-    """The plan's table in its predicted times, where it is not too long; so wide and high."""
+    """The plan's timeline with its predicted times, if it is not too long; `inches` wide, high."""
     layout, (unit, scale) = plan.run.layout, _unit(plan.time.step_s)
     table = short_table(layout, plan.run.microbatches)
     if table is None:
@@ -178,5 +178,5 @@ def fill_schedule(axes: Axes, plan: Plan, inches: tuple[float, float]) -> None:
 
 
 def _unit(step_s: float) -> tuple[str, float]:
-    """In which a step's times are drawn, and how many of it are a second."""
+    """The unit in which a step's times are drawn, and how many of it are a second."""
     return ("seconds", 1.0) if step_s > 0.1 else ("milliseconds", 1e3)

@@ -1,4 +1,4 @@
-"""What a training run was and how it went: numbers, rows for a person, and one HTML page."""
+"""What a training run was and how it went: numbers, rows for people, and one HTML page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _UNTOLD = "the log does not say"
 
 
 def report_facts(numbers: dict) -> list[Row]:
-    """What a person reads, from `summarize`; what is not known is said with its reason."""
+    """Rows for people, from `summarize`; a value that is not known is given with the reason."""
     sections = (
         ("Run", _setup(numbers)),
         ("Training", _training(numbers)),
@@ -76,7 +76,7 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
     rows = [("devices", devices), ("model", f"{numbers['parameters']:,} parameters")]
     try:
         run = from_dict(RunConfig, numbers["run"])
-    except UserError as error:  # of another version
+    except UserError as error:  # a config of another version
         return [*rows, ("config", f"not that of a run of this version: {error}")]
     model, layout, optimizer = run.model, run.layout, run.optimizer
     shape = f"{model.layers} layers of {model.hidden:,}, sequence {model.sequence:,}"
@@ -110,7 +110,7 @@ def _setup(numbers: dict) -> list[tuple[str, str]]:
 
 
 def _known(numbers: dict, name: str, form: str, without: str = _UNTOLD) -> str:
-    """A number that steps tell, in its form; or why it is not known."""
+    """A number that steps report, formatted; or why it is not known."""
     if numbers[name] is not None:
         return form.format(numbers[name])
     return without if numbers["step_s"] is not None else "no step has finished yet"
@@ -195,8 +195,8 @@ _PAGE = """<!doctype html>
 
 
 def report_page(records: Sequence[Record], name: str) -> str:
-    """One HTML file that needs no other: tables, then the pictures; two side by side where the
-    window is wide enough."""
+    """One self-contained HTML file: tables, then the pictures; two side by side if the window is
+    wide enough."""
     facts = report_facts(summarize(records))
     parts = []
     for section in dict.fromkeys(fact.section for fact in facts):

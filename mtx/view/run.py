@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_POINTS = 2000  # of a curve: beyond it, means of as many steps as it takes
-_WIDE_RANGE = 30  # the largest gradient norm over the smallest: from there on, a logarithmic axis
-SPENT = {  # what the wall clock's time went to: in words, and its colour
+_MOST_POINTS = 2000  # of a curve: beyond it, means over as many steps as needed
+_WIDE_RANGE = 30  # the largest gradient norm over the smallest: above it, the axis is logarithmic
+SPENT = {  # what wall-clock time was spent on: in words, and its colour
     "steps": ("steps that count", BACKWARD),
     "lost": ("steps trained again later", LIMIT),
     "skipped": ("skipped steps", WEIGHT),
@@ -32,7 +32,7 @@ SPENT = {  # what the wall clock's time went to: in words, and its colour
 
 
 class RunLog:
-    """A run's log, and what every picture needs of it."""
+    """A run's log, and what every picture needs from it."""
 
     def __init__(self, records: Sequence[Record]):
         self.records, self.goodput = records, measure_goodput(records)
@@ -43,7 +43,7 @@ class RunLog:
 
     @property
     def start(self) -> Record:
-        """Of the last session."""
+        """The start record of the last session."""
         return self.told("start")[-1]
 
     @property
@@ -51,7 +51,7 @@ class RunLog:
         return self.steps[-1]["step"] if self.steps else 0
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values), means of neighbours where there are very many; values that are not
+        """(steps, values), means of neighbours if there are very many; values that are not
         finite are left out."""
         known = [(s["step"], s[name]) for s in self.steps if s.get(name) is not None]
         if not known:
@@ -80,12 +80,12 @@ def draw_run(records: Sequence[Record]) -> Figure:
 
 
 def panels_of(log: RunLog) -> dict[str, tuple[Callable, float]]:
-    """What each draws, and its height by itself in inches; of experts where there are any."""
+    """What draws each panel, and its height alone in inches; with experts if there are any."""
     return PANELS | ({"experts": (fill_experts, 2.8)} if log.told("experts") else {})
 
 
 def draw_panels(records: Sequence[Record]) -> list[Figure]:
-    """Each panel as a figure of its own, narrow enough for a telephone."""
+    """Each panel as a figure of its own, narrow enough for a phone."""
     log, figures = RunLog(records), []
     for fill, height_inches in panels_of(log).values():
         figures.append(picture.new_figure(4.5, height_inches))
@@ -131,7 +131,7 @@ def fill_gradients(axes: Axes, log: RunLog) -> None:
 
 
 def fill_throughput(axes: Axes, log: RunLog) -> None:
-    """Tokens a second over the steps, with the median."""
+    """Tokens per second over the steps, with the median."""
     title = "Throughput of all devices, tokens/s"
     if len(_plot(axes, log, "tokens_per_s", COMMUNICATION, title, form="{x:,.0f}")):
         middle = float(np.median([step["tokens_per_s"] for step in log.steps]))
@@ -139,7 +139,7 @@ def fill_throughput(axes: Axes, log: RunLog) -> None:
 
 
 def fill_skipped(axes: Axes, log: RunLog) -> None:
-    """How many steps were skipped so far, and in float16 the loss scale that this lowers."""
+    """How many steps were skipped so far, and in float16 the loss scale, which they lower."""
     skipped = [step["step"] for step in log.steps if not step["finite"]]
     axes.step(
         [0, *skipped, log.last_step], [*range(len(skipped) + 1), len(skipped)], where="post",
@@ -161,7 +161,7 @@ def fill_skipped(axes: Axes, log: RunLog) -> None:
 
 
 def fill_processes(axes: Axes, log: RunLog) -> None:
-    """A heat map of each process's own time at each probe; of one process, its steps' times."""
+    """A heat map of each process's own time at each probe; for one process, its steps' times."""
     probes = log.told("processes")
     counts = {len(r["host_s"]) for r in probes}
     if len(counts) != 1 or counts == {1}:
@@ -183,8 +183,8 @@ def fill_processes(axes: Axes, log: RunLog) -> None:
 
 
 def fill_experts(axes: Axes, log: RunLog) -> None:
-    """A heat map of the last step that says it: how often each expert was chosen, over the mean of
-    its layer."""
+    """A heat map of the last step that reports it: how often each expert was chosen, over the mean
+    of its layer."""
     told = log.told("experts")[-1]
     load_LE = np.array(told["load"])
     image = axes.imshow(
@@ -198,7 +198,7 @@ def fill_experts(axes: Axes, log: RunLog) -> None:
 
 
 def fill_goodput(axes: Axes, log: RunLog) -> None:
-    """One bar: the wall clock's time, by what it went to."""
+    """One bar: wall-clock time, by what it was spent on."""
     goodput, whole = log.goodput, log.goodput.wall_s
     parts = [
         (f"{SPENT[name][0]} {seconds / whole:.1%}", seconds, SPENT[name][1])
@@ -213,7 +213,7 @@ def fill_goodput(axes: Axes, log: RunLog) -> None:
     picture.legend_below(axes, 2, "left")
 
 
-# Of each panel: what fills it, and its height in inches where it stands alone.
+# For each panel: what fills it, and its height in inches if it is drawn alone.
 PANELS: dict[str, tuple[Callable[[Axes, RunLog], None], float]] = {
     "loss": (fill_loss, 3.2),
     "rate": (fill_rate, 2.2),
@@ -229,7 +229,7 @@ def _plot(
     axes: Axes, log: RunLog, name: str, colour: str, title: str, *, label: str | None = None,
     form: str | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """What the steps tell over the steps, from 0 up where it has a form; its values."""
+    """Plot what steps report, from 0 up if it has a form; returns the values."""
     x, y = log.curve(name)
     axes.plot(x, y, color=colour, linewidth=1.0, label=label)
     if form is not None:

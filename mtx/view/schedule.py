@@ -1,7 +1,7 @@
 """Schedules and simulations as text, and as what a notebook shows.
 
-Of a schedule the table, tick by tick; of a simulation its ops on a time axis. Microbatches, slices
-and chunks are counted from 0, as in files, traces and pictures.
+A schedule is shown as its table, tick by tick; a simulation as its ops on a time axis.
+Microbatches, slices and chunks are counted from 0, as in files, traces and pictures.
 
 Legend: T ticks · P stages.
 """
@@ -23,7 +23,7 @@ from mtx.view.spans import Shown, count, describe, run_title, shares, waits
 from mtx.view.timeline import draw_timeline
 
 NOTHING, WAITING, SEVERAL = "·", "~", "#"
-_ALONE = 0.8  # of the working time: with less for any kind, they take turns
+_ALONE = 0.8  # of the working time: if no kind has this much, they take turns
 
 
 def show(shown: Shown | Sequence[Shown], *, memory: bool = True) -> Picture:
@@ -41,12 +41,12 @@ def op_order(schedule: Schedule) -> list[list[str]]:
 
 
 def timeline_text(shown: Shown, width: int | None = None) -> str:
-    """A title, one row a stage, and a line that explains the notation, as plain text.
+    """A title, one row per stage, and a line that explains the notation, as plain text.
 
-    Of a schedule, ticks are set apart by `|`; where that is wider than `width` characters, ticks in
-    the middle are left out. Of a simulation, which fills `width` (None: 100), every character is as
-    much time: an op begins with its label where that fits; where the ops are narrower, each
-    character is the letter of the kind that takes its time. UserError where none would fit.
+    A schedule's ticks are separated by `|`; if that is wider than `width` characters, ticks in the
+    middle are left out. A simulation fills `width` (None: 100), and every character is the same
+    time: an op begins with its label if that fits; if ops are narrower, each character is the
+    letter of the kind that takes its time. UserError if nothing would fit.
     """
     return timeline_in_colours(shown, width).plain
 
@@ -78,12 +78,12 @@ def _still(text: str) -> Text:
 
 
 def _longest(schedule: Schedule) -> int:
-    """Characters of the longest label."""
+    """The length of the longest label, in characters."""
     return len(op_text(F, schedule.items - 1, schedule.virtual - 1, schedule))
 
 
 def _notation(schedule: Schedule) -> str:
-    """What the labels mean, by the example of the last op of all."""
+    """What the labels mean, with the last op of all as the example."""
     item, chunk = schedule.items - 1, schedule.virtual - 1
     microbatch, part = divmod(item, schedule.slices)
     of = f"microbatch {microbatch}"
@@ -127,7 +127,7 @@ def _table(schedule: Schedule, width: int | None) -> _Lines:
 
 
 def _fitting(widths: list[int], available: int | None) -> tuple[int, int]:
-    """How many ticks of the beginning and of the end fit; all, where `available` is None."""
+    """How many ticks of the beginning and of the end fit; all if `available` is None."""
     if available is None or sum(widths) <= available:
         return len(widths), 0
     head = tail = 0
@@ -150,7 +150,7 @@ def _axis(run: Simulation, width: int) -> _Lines:
         raise UserError(f"width={width} leaves no room for a timeline; use at least {label + 10}")
     lengths = run.end - run.start
     shortest = lengths[lengths > 1e-9 * run.makespan].min() * columns / run.makespan
-    if shortest >= _longest(schedule) + 1:  # what rounding takes is less than one character
+    if shortest >= _longest(schedule) + 1:  # rounding takes less than one character
         cells, notation = _op_cells(run, columns), _notation(schedule)
     else:
         kinds = ", ".join(KINDS[: len(schedule.halves)])
@@ -162,7 +162,7 @@ def _axis(run: Simulation, width: int) -> _Lines:
 
 
 def _op_cells(run: Simulation, columns: int) -> list[list[Text]]:
-    """What every stage does, op by op, and what is between them."""
+    """The rows of all stages: their ops, and what is between them."""
     schedule, orders, origin = run.schedule, run.orders, run.start.min()
 
     def place(moments: np.ndarray) -> list[int]:
@@ -186,7 +186,7 @@ def _op_cells(run: Simulation, columns: int) -> list[list[Text]]:
 
 
 def _share_cells(run: Simulation, columns: int) -> list[list[Text]]:
-    """What takes every character's time, for the most part."""
+    """The rows of all stages: what takes most of every character's time."""
     edges = np.linspace(run.start.min(), run.end.max(), columns + 1)
     taken = shares(run, edges)  # [P, N, 5]
     working = taken[..., :3].sum(axis=-1)

@@ -17,11 +17,11 @@ from mtx.schedules.simulate import Simulation, bubble_text, simulate
 
 Shown = Schedule | Simulation
 _MOST_OPS = 500_000  # of a schedule that is drawn
-MODELS = {"lockstep": "lock-step", "asynchronous": "asynchronous"}  # as titles have them
+MODELS = {"lockstep": "lock-step", "asynchronous": "asynchronous"}  # as titles name them
 
 
 def runs_of(shown: Shown | Sequence[Shown]) -> list[Simulation]:
-    """Simulations; a schedule stands for its own in lock-step, as our program runs it."""
+    """The simulations; a schedule is simulated in lock-step, as our program runs it."""
     several = [shown] if isinstance(shown, Shown) else list(shown)
     if not several:
         raise UserError("shown=[] must hold a schedule or a simulation to show")
@@ -31,7 +31,7 @@ def runs_of(shown: Shown | Sequence[Shown]) -> list[Simulation]:
 
 
 def short_table(layout: Layout, microbatches: int) -> Schedule | None:
-    """A run's schedule, where it is not too long to be drawn."""
+    """A run's schedule; None if it is too long to be drawn."""
     if layout.pipe * layout.virtual * microbatches > _MOST_OPS:
         return None
     return schedule_for(layout, microbatches)
@@ -76,8 +76,8 @@ def tick_spans(run: Simulation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def waits(run: Simulation, stage: int) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends [N] of the time in which a stage idles because data is on its way.
 
-    Asynchronous: before an op, as long as its input travels. In lock-step: behind every tick in
-    which any stage sends, all wait.
+    Asynchronous: before an op, while its input is on its way. In lock-step: after every tick in
+    which any stage sends, all stages wait.
     """
     if not run.times.comm:
         return np.zeros(0), np.zeros(0)
@@ -95,7 +95,7 @@ def waits(run: Simulation, stage: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(run: Simulation, edges: np.ndarray) -> np.ndarray:
-    """float [P, N, 5]: of the time between two edges, what F, B, W, waits and idling take."""
+    """float [P, N, 5]: the shares of F, B, W, waits and idling in the time between two edges."""
     result = np.zeros((run.schedule.stages, len(edges) - 1, 5))
     for stage in range(run.schedule.stages):
         kind = run.orders.kind[stage]

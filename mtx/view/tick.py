@@ -1,8 +1,8 @@
 """A steady tick of a compiled step as a picture: what a device computes and what is on its way.
 
-A row for each kind of computation, one for the collectives over each axis of the mesh, time to
-scale. Where a collective has nothing beside it the tick stands still: there a band goes through all
-rows, and the row of the collective says how long.
+There is a row for each kind of computation, and one for the collectives over each axis of the mesh;
+time is to scale. Where a collective has nothing beside it, computation waits: a band goes through
+all rows there, and the row of the collective says for how long.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PARTS = {
     "embed": "embedding", "embed_backward": "its gradient",
 }  # fmt: skip
 _LETTER = (
-    0.01  # of what is drawn: about as wide as a letter; what is narrower than its text has none
+    0.01  # of what is drawn: about as wide as a letter; what is narrower than its text gets none
 )
 
 
 def draw_tick(plan: Plan, path: str | Path | None = None) -> Figure:
     """A steady tick of the step that was compiled for a plan, saved to `path` if given. UserError
-    where none was, for a GPU; of the file as for `mtx.view.plan.draw_plan`."""
+    if none was compiled for a GPU, and for the file as in `mtx.view.plan.draw_plan`."""
     tick = plan.compiled_tick
     if tick is None:
         raise UserError("plan.compiled has no tick to draw; compile the plan for a GPU")
@@ -55,7 +55,7 @@ def draw_tick(plan: Plan, path: str | Path | None = None) -> Figure:
 
 
 def fill_tick(axes: Axes, tick: Tick, start_s: float, end_s: float) -> None:
-    """The rows of `draw_tick`, from one second of the tick to another."""
+    """The rows of `draw_tick`, from `start_s` to `end_s` of the tick."""
     rows, letter_s = _rows(tick), _LETTER * (end_s - start_s)
     waits = [span for span in tick.spans if span.exposed]
     for span in waits:
@@ -101,7 +101,7 @@ def _closer(tick: Tick) -> tuple[float, float]:
 
 
 def _rows(tick: Tick) -> list[str]:
-    """Computations, then collectives, those that take longest first."""
+    """The names of the rows: computations, then collectives, those that take longest first."""
     taken_s: dict[str, float] = defaultdict(float)
     for span in tick.spans:
         taken_s[span.row] += span.seconds
@@ -114,7 +114,7 @@ def _end_ms(span: Span) -> float:
 
 
 def _stretches(waits: Iterable[Span]) -> list[tuple[str, float, float]]:
-    """(row, start, seconds) of waits, of which those that follow each other in a row are one."""
+    """(row, start, seconds) of waits; those that follow each other in one row are merged."""
     ordered = sorted(waits, key=lambda span: (span.row, span.start_s))
     return _one_by_one(((span.row, span) for span in ordered), gap_s=1e-9)
 
@@ -131,7 +131,7 @@ def _parts(tick: Tick) -> list[tuple[str, float, float]]:
 def _one_by_one(
     spans: Iterable[tuple[str, Span]], *, gap_s: float
 ) -> list[tuple[str, float, float]]:
-    """(name, start, seconds), those that follow each other within the gap under one name as one."""
+    """(name, start, seconds); within the gap, those of one name are merged."""
     found: list[tuple[str, float, float]] = []
     for name, span in spans:
         last, start_s, seconds = found[-1] if found else ("", 0.0, 0.0)

@@ -1,8 +1,8 @@
 """Simulations as pictures: what every stage does over time, and what it keeps meanwhile.
 
-Several are drawn one above the other on the same time axis. Where ops are too narrow for their
-microbatch they are boxes without numbers; where they are too many to be told apart, bands as high
-as their share of the time take their place. Microbatches and chunks are counted from 0.
+Several are drawn one above the other on the same time axis. If ops are too narrow for the number of
+their microbatch, they are boxes without numbers; if there are too many to be told apart, bands as
+high as their share of the time replace them. Microbatches and chunks are counted from 0.
 
 Legend: P stages · K ops of one stage · N moments
 """
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INCHES_PER_OP = 0.18  # of the shortest, where the picture may choose its own width
+_INCHES_PER_OP = 0.18  # of the shortest, if the picture may choose its own width
 _EDGED_OP_INCHES = 0.08  # a narrower op has no edge, and is a bitmap in an SVG
 _NARROWEST_OP_INCHES, _LOWEST_ROW_INCHES = 0.04, 0.1  # below either, shares are drawn, not ops
 _SMALLEST_FONT_POINTS, _TITLE_POINTS = 4.5, 10.0
 _MOST_NUMBERS = 6000  # of one run: each takes about a third of a millisecond
 _MOST_SWATCHES = 4  # with more chunks than this, the legend lists the first and the last
-_BINS = 800  # of time, about, in the picture of shares
-_LOWEST_BANDS_INCHES = 0.18  # of a row of shares; with more stages than fit, a row is several
+_BINS = 800  # of time, approximately, in the picture of shares
+_LOWEST_BANDS_INCHES = 0.18  # of a row of shares; if not all stages fit, a row is several
 _LEVELS, _GAP_LEVELS = 36, 3  # of a row's height, in the picture of shares
-_MOST_LINES = 8  # of memory: with more stages, some of them and the range of all
+_MOST_LINES = 8  # of memory: with more stages, a few of them and the range of all
 
 Swatches = dict[str, str]  # text of the legend: colour
 
@@ -50,8 +50,8 @@ def draw_timeline(
 ) -> Figure:
     """A picture of simulations, or of schedules in lock-step, saved to `path` if given.
 
-    memory: with what every stage keeps beneath, in stashes of a whole stage; memory_limit: a line
-    there. UserError where matplotlib is missing, or `path` ends in none of .svg, .png, .pdf.
+    memory: draw below it what every stage keeps, in stashes of a whole stage; memory_limit: a line
+    there. UserError if matplotlib is missing, or `path` does not end in .svg, .png or .pdf.
     """
     runs = runs_of(shown)
     total = max(run.makespan for run in runs)
@@ -99,10 +99,10 @@ def fill_timeline(
     axes: Axes, run: Simulation, inches: tuple[float, float], *, total: float | None = None,
     title: str | None = None,
 ) -> Swatches:  # fmt: skip
-    """The rows of `draw_timeline`, with title and phases, in axes about so wide and high.
+    """The rows of `draw_timeline`, with title and phases, in axes about `inches` wide and high.
 
-    total: the length of the time axis; None: the run's. title: None, what `run_title` says.
-    Returns the colours and what they mean.
+    total: the length of the time axis; None: the run's. title: by default `run_title`'s. Returns
+    the colours and what they mean.
     """
     total = total or run.makespan
     stages, together = run.schedule.stages, 1  # in a row
@@ -127,7 +127,7 @@ def fill_timeline(
 
 
 def _draw_ops(axes: Axes, run: Simulation, op_inches: float, row_inches: float) -> Swatches:
-    """One box an op, with its microbatch where there is room."""
+    """One box per op, with its microbatch if there is room."""
     schedule, orders = run.schedule, run.orders
     longest = len(item_text(schedule.items - 1, schedule.slices))
     font_points = min(8.5, op_inches * 72 / (0.75 * longest), row_inches * 72 * 0.65)
@@ -167,10 +167,10 @@ def _pairs(first: np.ndarray, length: np.ndarray) -> list[tuple[float, float]]:
 
 
 def _draw_shares(axes: Axes, run: Simulation, together: int) -> Swatches:
-    """Rows of so many stages, cut into bands: what F, B, W, waiting and idling take of their time,
-    from the top.
+    """Rows of `together` stages, divided into bands: the shares of their time that F, B, W, waiting
+    and idling take, from the top.
 
-    A bin of time is a whole number of the steady state's periods: with others stripes would show.
+    A bin of time is a whole number of the steady state's periods; otherwise stripes would show.
     """
     stages, period = run.schedule.stages, _period(run)
     width = period * -(-run.makespan // (period * _BINS))
@@ -191,8 +191,8 @@ def _draw_shares(axes: Axes, run: Simulation, together: int) -> Swatches:
 
 
 def _period(run: Simulation) -> float:
-    """From one F to the next, as most often on the stage in the middle; a hundredth of all, where
-    they come in bursts."""
+    """The usual time from one F to the next, on the stage in the middle; a hundredth of the
+    makespan if they come in bursts."""
     stage = run.schedule.stages // 2
     between = np.diff(run.start[stage][run.orders.kind[stage] == F])
     usual = float(np.median(between)) if len(between) else 0.0
@@ -203,7 +203,7 @@ def _period(run: Simulation) -> float:
 
 
 def _label_stages(axes: Axes, stages: int, together: int, inches: float) -> None:
-    """Names as many rows as there is room for; a row is so many stages."""
+    """Name as many rows as there is room for; a row is `together` stages."""
     rows = -(-stages // together)
     axes.set_ylim(rows * together - 0.5, -0.5)
     firsts = range(0, stages, together * max(1, math.ceil(rows * 0.2 / inches)))
@@ -219,7 +219,7 @@ def _without_frame(axes: Axes) -> None:
 
 
 def _bracket_phases(axes: Axes, run: Simulation, total: float) -> None:
-    """Above the rows: where only F, F and B, or only B occur, and so on."""
+    """Mark above the rows where only F, F and B, or only B occur, and so on."""
     from matplotlib.transforms import ScaledTranslation
 
     points = ScaledTranslation(0, 8 / 72, axes.figure.dpi_scale_trans)
@@ -247,7 +247,7 @@ def _bracket_phases(axes: Axes, run: Simulation, total: float) -> None:
 
 
 def _draw_memory(axes: Axes, run: Simulation, limit: float | None) -> None:
-    """Stashes over time: a line a stage, or the range of all stages with the outermost ones."""
+    """Stashes over time: a line per stage, or the range of all with first, last and fullest."""
     from matplotlib import colormaps
 
     stages, peak, begin = run.schedule.stages, run.peak_memory, run.start.min()

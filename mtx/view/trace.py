@@ -1,7 +1,7 @@
 """Simulations as Chrome traces, which https://ui.perfetto.dev and chrome://tracing open.
 
-A process for each simulation; in it a thread for each stage, with its ops, arrows from each op to
-the one on another stage that takes its output, and a counter for each stage, of what it keeps.
+Each simulation is a process. It has a thread for each stage with its ops, arrows from each op to
+the one on another stage that takes its output, and a counter for each stage of what it keeps.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mtx.schedules.simulate import Simulation
 from mtx.view.spans import Shown, run_title, runs_of
 
 UNIT_US = 1000.0  # one unit of the simulation's time: times given in ms are shown as such
-MOST_ARROWS = 100_000  # of one simulation; where there would be more, none is drawn
-_INSIDE = 0.01  # of an op: an arrow belongs to the op that is going on, not to one that ends there
+MOST_ARROWS = 100_000  # of one simulation; if there would be more, none is drawn
+_INSIDE = 0.01  # of an op: an arrow attaches to the op that is running, not to one that ends there
 
 
 def trace_events(shown: Shown | Sequence[Shown], *, unit_us: float = UNIT_US) -> dict[str, Any]:
-    """The trace as JSON has it: {"traceEvents": [...], ...}; times in microseconds, from 0.
+    """The trace as a JSON object: {"traceEvents": [...], ...}; times in microseconds, from 0.
 
     "otherData" says what one unit of the simulation's time is, the bubble of each, and whether
-    arrows were too many.
+    there were too many arrows.
     """
     runs = runs_of(shown)
     events = [event for pid, run in enumerate(runs) for event in _process(run, pid, unit_us)]
@@ -45,7 +45,7 @@ def trace_events(shown: Shown | Sequence[Shown], *, unit_us: float = UNIT_US) ->
 def write_trace(
     shown: Shown | Sequence[Shown], path: str | Path, *, unit_us: float = UNIT_US
 ) -> None:
-    """`trace_events` as a file. UserError where it cannot be written."""
+    """Write `trace_events` to a file. UserError if it cannot be written."""
     text = json.dumps(trace_events(shown, unit_us=unit_us), separators=(",", ":"))
     with replacing(path) as written:
         written.write_text(text)
@@ -77,7 +77,7 @@ def _process(run: Simulation, pid: int, unit_us: float) -> Iterator[dict[str, An
 
 
 def _changes(run: Simulation, stage: int) -> Iterator[tuple[float, float]]:
-    """What the stage keeps, wherever that changes."""
+    """(time, stashes that the stage keeps), wherever that changes."""
     times, values = run.memory_over_time(stage)
     lasting = np.append(times[1:] > times[:-1], True)
     times, values = times[lasting], values[lasting]
@@ -98,8 +98,8 @@ def _sends(run: Simulation) -> int:
 def _arrows(
     run: Simulation, pid: int, start: np.ndarray, length: np.ndarray
 ) -> Iterator[dict[str, Any]]:
-    """From the end of each op that sends to another stage, to the start of the one that takes what
-    it sent."""
+    """Arrows from the end of each op that sends to another stage to the start of the op that takes
+    what it sent."""
     schedule, orders = run.schedule, run.orders
     stage = np.broadcast_to(np.arange(schedule.stages)[:, None], orders.kind.shape)
     where = (orders.kind, orders.item, schedule.virtual_stages[orders.chunk, stage])

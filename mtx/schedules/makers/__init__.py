@@ -1,6 +1,6 @@
-"""Who makes schedules, by name. Each file here has `MAKERS`, name -> `Maker`, with its sources and
-closed forms: a new schedule is one file. A maker says in which tick, or in which order, every op
-runs; `Schedule` checks that and derives the rest.
+"""The makers of schedules, by name. Each file here has `MAKERS`, name -> `Maker`, with sources and
+closed forms: a new schedule is one file. A maker gives the tick in which every op runs, or the
+order of ops; `Schedule` checks that and derives the rest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mtx.schedules.shape import WEIGHT_SHARE, Maker, Shape, Times
 
 
 def find_makers() -> dict[str, Maker]:
-    """Of all files; first those for lock-step, and of them whole sequences, then fewer chunks.
-    UserError where a file has none, or two have the same name."""
+    """The makers of all files, in order: those for lock-step first, then those for whole sequences,
+    then those of fewer chunks. UserError if a file has none, or two have the same name."""
     found, files = {}, {}
     for file in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         module = importlib.import_module(f"{__name__}.{file}")
@@ -48,7 +48,7 @@ MAKERS = find_makers()
 
 
 def maker(name: str) -> Maker:
-    """The maker of that name; UserError names the nearest where there is none."""
+    """The maker of that name; UserError with the nearest name if there is none."""
     require_kind("schedule", name, str, "its name, such as '1f1b'")
     if name not in MAKERS:
         raise unknown_name("schedule", name, MAKERS)
@@ -56,7 +56,7 @@ def maker(name: str) -> Maker:
 
 
 def check_virtual(name: str, virtual: int, slices: int) -> None:
-    """UserError where there is no such schedule, or not with so many chunks or slices."""
+    """UserError if there is no such schedule, or not with that many chunks or slices."""
     known = maker(name)
     if known.virtual is not None and virtual != known.virtual:
         raise UserError(
@@ -82,9 +82,9 @@ def make(
     memory_limit: float | None = None,
     weight_share: float = WEIGHT_SHARE,
 ) -> Schedule:
-    """The schedule of that name. `virtual` and `slices`: None for what the maker needs or prefers.
+    """The schedule of that name. virtual, slices: None for what the maker needs or prefers.
 
-    UserError where there is no such name, or where it does not go with the number of chunks.
+    UserError if there is no such name, or if it does not work with the number of chunks.
     """
     known = maker(name)
     virtual = (known.virtual or known.default_virtual) if virtual is None else virtual
@@ -105,11 +105,11 @@ def make(
 
 
 def forward_table(virtual_stages: np.ndarray, microbatches: int) -> Schedule:
-    """A table for F alone, of whole sequences: for evaluation on the stages of `virtual_stages`
+    """A table for F alone, with whole sequences: for evaluation on the stages of `virtual_stages`
     [C, P].
 
-    Microbatches go in groups of P through one chunk after another, in the order of the model; where
-    virtual stages are looped, that is the order of interleaved 1F1B. All B come after, in reverse.
+    Microbatches go in groups of P through one chunk after another, in model order; if virtual
+    stages are looped, that is the order of interleaved 1F1B. All Bs come after, in reverse.
     """
     stages = virtual_stages.shape[1]
     groups = [range(g, min(g + stages, microbatches)) for g in range(0, microbatches, stages)]

@@ -1,9 +1,9 @@
 """Breadth-first: everything through a chunk before the next chunk begins; TeraPipe, over slices.
 
-A stage uses each chunk's weights in one run of F and in one run of B: where parameters are sharded
-over `data`, they are gathered twice a chunk and step, and not with every microbatch; and each
-chunk's gradients are whole as soon as its run of B ends. The price is memory: every microbatch
-waits for its B.
+A stage uses each chunk's weights in one run of F and in one run of B: if parameters are sharded
+over `data`, they are gathered twice per chunk and step, not with every microbatch; and each chunk's
+gradients are complete as soon as its run of B ends. The price is memory: every microbatch waits for
+its B.
 
 Letters: m microbatches · k slices of each · p stages · v chunks a stage · F, B, W times
 """
@@ -20,10 +20,10 @@ def breadth_first(shape: Shape) -> Schedule:
     """Every F, chunk after chunk, then every B in exactly the reverse order.
 
     Lamy-Poirier, MLSys'23 (arXiv 2211.05953); PyTorch's LoopedBFS. B mirrors F in time, so that
-    whatever had to be there before an F is released after its B; the last F and the first B share a
-    tick. Bubble over ideal time, in both models of cost: (p-1)/(v k m) where k m >= p. With fewer a
-    chunk waits for the one before it to come round: (v-1)(p - k m) more ops of one chunk. In flight
-    on every stage: k m v.
+    whatever an F needs beforehand is released after its B; the last F and the first B share a tick.
+    Bubble over ideal time, in both models of cost: (p-1)/(v k m) if k m >= p. With fewer, a chunk
+    waits for the one before it to come round: (v-1)(p - k m) more ops of one chunk. In flight on
+    every stage: k m v.
     """
     items, virtual, stages = shape.microbatches * shape.slices, shape.virtual, shape.stages
     item, chunk, stage = np.indices((items, virtual, stages))
@@ -35,13 +35,13 @@ def breadth_first(shape: Shape) -> Schedule:
 def terapipe(shape: Shape) -> Schedule:
     """TeraPipe (Li et al., ICML'21): every F of every slice, then every B; GPipe over slices.
 
-    With v > 1, which the paper does not have, chunk after chunk as `breadth_first`.
+    With v > 1, which the paper does not have, chunk after chunk as in `breadth_first`.
     """
     return breadth_first(shape)
 
 
 def _bubble(shape: Shape) -> float | None:
-    """(idle + busy) / busy - 1 of any stage. None where sends take time or stages differ."""
+    """(idle + busy) / busy - 1 of any stage. None if sends take time or stages differ."""
     if not shape.times.only_ops:
         return None
     items = shape.microbatches * shape.slices

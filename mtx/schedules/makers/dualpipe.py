@@ -1,6 +1,6 @@
 """DualPipeV: DeepSeek's DualPipe cut in half, so that no parameter is held twice.
 
-Two chunks a stage, placed as a V (see `vee`, whose numbers of the kinds of op are used here too).
+Two chunks a stage, placed as a V (see `vee`, whose numbers for the kinds of op are used here).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mtx.schedules.shape import Maker, Shape
 def dualpipe_v(shape: Shape) -> Schedule:
     """DualPipeV (DeepSeek, github.com/deepseek-ai/DualPipe; "cut-in-half" by Sea AI Lab).
 
-    In the steady state F of one chunk stands beside B and W of the other one, so that a runtime can
+    In the steady state F of one chunk is paired with B and W of the other, so that a runtime can
     hide the sends of each behind the other's work. The order is that of
     torch.distributed.pipelining's ScheduleDualPipeV, with each full backward as B, then W.
     Every stage keeps p + 1/2 microbatches, as published (PP + 1 chunks for PP = 2p).
 
-    Asynchronous, F = B = W, m >= 2p: idle p - 1 slots of F/2, of 6m. DeepSeek's own count,
-    (PP/2 - 1)(F&B + B - 3W), is twice that: its full backward sends the gradient only after W.
-    With fewer than 2p microbatches, which torch refuses, the orders are those of 2p without the
-    microbatches that are not there.
+    Asynchronous, with F = B = W and m >= 2p: p - 1 of 6m slots of F/2 are idle. DeepSeek's own
+    count, (PP/2 - 1)(F&B + B - 3W), is twice that: its full backward sends the gradient only after
+    W. With fewer than 2p microbatches, which torch refuses, the orders are those for 2p without the
+    missing microbatches.
     """
     orders = _orders(shape.microbatches, shape.stages)
     return Schedule.from_orders("dualpipe_v", orders, virtual_stages=vee_placement(shape.stages))
@@ -38,8 +38,8 @@ def _orders(microbatches: int, stages: int) -> Orders:
         warm_up = [F0] * (2 * after) + [F0, F1] * (stage + 1) + [B1, W1, F1] * after
         steady = [F0, B1, W1, F1, B0, W0] * (items - 2 * stages + stage + 1)
         no_f0 = [B1, W1, F1, B0, W0] * after
-        # Of the last Bs, B1 and B0 in turn, the first half is followed by its W; the Ws of all
-        # others wait, and fill the gaps between the B0s that come down the stages last.
+        # The last Bs are B1 and B0 in turn. Each of the first half is followed by its W; the other
+        # Ws wait, and fill the gaps between the B0s that come down the stages last.
         turns = [B1, B0] * (stage + 1)
         cool_down = [op for b in turns[: stage + 1] for op in (b, b + 2)] + turns[stage + 1 :]
         waiting = [b + 2 for b in turns[stage + 1 :]] + [W0] * after

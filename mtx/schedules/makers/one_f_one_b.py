@@ -1,10 +1,10 @@
-"""The schedules of SC'21 and their next of kin: GPipe, 1F1B, interleaved and eager 1F1B, and 1F1B
+"""The schedules of SC'21 and their relatives: GPipe, 1F1B, interleaved and eager 1F1B, and 1F1B
 over slices of sequences.
 
 Attention looks back, so the F of a slice needs the keys and values of the slices before it, and its
-B the gradients that those after it left on its own keys and values: F runs in the order of the
-slices, B in the reverse order. All slices are priced alike; with causal attention that asks for
-later slices to be cut shorter, as the papers do.
+B needs the gradients that the slices after it left on its own keys and values: F runs in the order
+of the slices, B in reverse. All slices are assumed to take the same time; with causal attention,
+later slices must be cut shorter for that, as the papers do.
 
 Letters: m microbatches · k slices of each · p stages · v chunks a stage · F, B, W times
 """
@@ -21,11 +21,11 @@ from mtx.schedules.shape import Maker, Shape
 
 
 def one_f_one_b(shape: Shape) -> Schedule:
-    """1F1B, interleaved where virtual > 1 (Narayanan et al., SC'21, section 2.2).
+    """1F1B, interleaved if virtual > 1 (Narayanan et al., SC'21, section 2.2).
 
-    Microbatches go in groups of P through chunk after chunk. Ticks: m v + (v+1) p - 2 where p
-    divides m or v = 1; else the last group is short by -m mod p, and each chunk but the last leaves
-    so many idle ticks, in all (v-1) (-m mod p) more. Bubble over ideal time, but for those:
+    Microbatches go in groups of P through chunk after chunk. Ticks: m v + (v+1) p - 2 if p divides
+    m or v = 1; else the last group is short by -m mod p, and each chunk but the last leaves that
+    many idle ticks, (v-1) (-m mod p) more in all. Bubble over ideal time, apart from those:
     (p-1)/(v m). In flight on stage s: 2(p-1-s) + (v-1) p + 1, Megatron's interleaved count. At v=1
     that is 2(p-1-s) + 1, against p - s in Megatron's own non-interleaved 1F1B, whose stages do not
     run F and B in the same tick: in full ticks those p - s would leave every second tick idle.
@@ -37,12 +37,12 @@ def one_f_one_b(shape: Shape) -> Schedule:
 
 
 def seq1f1b(shape: Shape) -> Schedule:
-    """Seq1F1B (Sun et al., NAACL'25, section 3.2), interleaved where v > 1: 1F1B over slices.
+    """Seq1F1B (Sun et al., NAACL'25, section 3.2), interleaved if v > 1: 1F1B over slices.
 
-    The first B waits for its whole microbatch: k - 1 slices more than in 1F1B are under way.
+    The first B waits for its whole microbatch: k - 1 more slices are under way than in 1F1B.
     Microbatches go in groups of ceil(p/k) through chunk after chunk, so that a group has G =
     k ceil(p/k) >= p slices and no microbatch straddles two. Bubble over ideal time, in both models
-    of cost: (p-1)/(v k m) where v = 1 or groups are full. In flight on stage s:
+    of cost: (p-1)/(v k m) if v = 1 or groups are full. In flight on stage s:
     2(p-1-s) + (v-1) G + k slices. At v = 1 the orders for runtimes with a program per stage are the
     paper's, with p - s - 2 + k slices of warm-up and so p - s - 1 + k in flight.
     """
@@ -61,7 +61,7 @@ def eager_one_f_one_b(shape: Shape) -> Schedule:
 def gpipe(shape: Shape) -> Schedule:
     """GPipe (Huang et al. 2019): every F, then every B, both in the order of interleaved 1F1B.
 
-    Bubble over ideal time: (p-1)/(v m), as 1F1B; in flight on every stage: m v.
+    Bubble over ideal time: (p-1)/(v m), as for 1F1B; in flight on every stage: m v.
     """
     forward, backward = one_f_one_b_ticks(shape)
     later = int(forward.max()) + 1 - int(backward.min())
@@ -84,7 +84,7 @@ def one_f_one_b_ticks(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _group(shape: Shape) -> int:
-    """Items that go through a chunk before the next one is taken up."""
+    """Items that go through a chunk before the next chunk begins."""
     return shape.slices * math.ceil(shape.stages / shape.slices)
 
 
@@ -93,7 +93,7 @@ def _last_slice_first(item: np.ndarray, slices: int) -> np.ndarray:
 
 
 def _fewest_in_flight(shape: Shape) -> Orders:
-    """p - 1 - s + k - 1 times F, then F and B in turn, then what is left of B."""
+    """p - 1 - s + k - 1 times F, then F and B in turn, then the remaining Bs."""
     items = shape.microbatches * shape.slices
     turns = _last_slice_first(np.arange(items), shape.slices).tolist()
     lists = []

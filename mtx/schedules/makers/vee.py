@@ -1,13 +1,13 @@
 """Schedules whose virtual stages go up the stages and down again, as a V: two chunks a stage.
 
-The last stage turns a microbatch round without a send, and the first one, which holds embedding and
-head, sees its loss. What a stage keeps of its two chunks then adds up to the same on every stage,
-and how long it is kept can be chosen: ZB-V keeps as much as 1F1B and idles least, V-Half
-keeps half of that and V-Min a third. B and W are split in all of them.
+The last stage turns a microbatch round without a send, and the first stage, which holds embedding
+and head, sees its loss. The stashes of a stage's two chunks then add up to the same on every stage,
+and how long they are kept can be chosen: ZB-V keeps as much as 1F1B and idles least, V-Half keeps
+half of that and V-Min a third. B and W are split in all of them.
 
 A schedule is a **block**, the ops of one microbatch, repeated every PERIOD slots. A slot is the
-time of an op of one chunk where F = B = W; four of the six take F and B of the two chunks, and two
-are left for W.
+time of an op of one chunk if F = B = W; four of the six slots take F and B of the two chunks, and
+two are left for W.
 
 Legend: m microbatches · p stages · F, B, W times of a whole stage
 Kinds of op are numbered 2 * kind + chunk: F of chunk 1 is F1 = 1, W of chunk 0 is W0 = 4.
@@ -32,14 +32,15 @@ NEVER = float("inf")
 def zb_v(shape: Shape) -> Schedule:
     """ZB-V (Qi et al., ICLR'24, arXiv 2401.10241, section 6): no bubble within 1F1B's memory.
 
-    Where F = B = W and sends take no time, the orders are those of torch.distributed.pipelining's
+    If F = B = W and sends take no time, the orders are those of torch.distributed.pipelining's
     ScheduleZBVZeroBubble. No stage keeps more than p microbatches, from F to W. Asynchronous: from
-    m = 2p - 1 on no stage waits between its first op and its last, but they begin one after the
-    other: idle p - 1 slots of F/2, of 6m; with fewer microbatches 4(p-1) - 2(m-1), if that is more.
+    m = 2p - 1 on, no stage waits between its first op and its last, but stages begin one after
+    another: p - 1 of 6m slots of F/2 are idle; with fewer microbatches 4(p-1) - 2(m-1), if that is
+    more.
 
-    For other times ops are moved into the gaps that these leave, within the same memory. The bubble
-    then is not zero: a rate of 7.3 % with the times that the paper measures for its 1.5B model
-    (p=8, m=24), where 1F1B has 24 %.
+    With other times, ops are moved into the gaps that these leave, within the same memory. The
+    bubble is then not zero: its rate is 7.3 % with the times that the paper measures for its 1.5B
+    model (p=8, m=24), while 1F1B has 24 %.
     """
     orders = _zb_v_orders(shape.microbatches, shape.stages)
     if not is_even(shape.times):
@@ -50,9 +51,9 @@ def zb_v(shape: Shape) -> Schedule:
 def v_half(shape: Shape) -> Schedule:
     """V-Half (Qi et al., NeurIPS'24, arXiv 2405.15362): half of 1F1B's memory.
 
-    No stage keeps more than (p+2) // 2 microbatches, from F to W, as published. Asynchronous,
-    F = B = W, m >= 2p > 4: idle 3p - 4 slots of F/2 for an odd p, 3p - 7 for an even one, of 6m;
-    published: about 3p, a bubble of p / (2m).
+    No stage keeps more than (p+2) // 2 microbatches, from F to W, as published. Asynchronous, with
+    F = B = W and m >= 2p > 4: of 6m slots of F/2, 3p - 4 are idle for an odd p, 3p - 7 for an even
+    one; published: about 3p, a bubble of p / (2m).
     """
     return _from_block("v_half", _half_block(shape.stages), half_memory(shape.stages), shape)
 
@@ -60,10 +61,10 @@ def v_half(shape: Shape) -> Schedule:
 def v_min(shape: Shape) -> Schedule:
     """V-Min (Qi et al., NeurIPS'24, arXiv 2405.15362): a third of 1F1B's memory.
 
-    No stage keeps more than (p+4) // 3 microbatches, from F to W, as published. Asynchronous,
-    F = B = W, m >= 2p > 4: idle 4p - 5 slots of F/2, 4p - 7 where 3 divides p, of 6m; published:
-    about 4p, a bubble of 2p / (3m). A microbatch returns to each stage as soon as it can, so that
-    times which differ, or sends, leave gaps in every period; V-Half has slack for them.
+    No stage keeps more than (p+4) // 3 microbatches, from F to W, as published. Asynchronous, with
+    F = B = W and m >= 2p > 4: of 6m slots of F/2, 4p - 5 are idle, 4p - 7 if 3 divides p;
+    published: about 4p, a bubble of 2p / (3m). A microbatch returns to each stage as soon as it
+    can, so that unequal times, or sends, leave gaps in every period; V-Half has slack for them.
     """
     return _from_block("v_min", _min_block(shape.stages), min_memory(shape.stages), shape)
 
@@ -105,7 +106,7 @@ def _from_block(name: str, block_4P: np.ndarray, memory: int, shape: Shape) -> S
 
 
 def _repeat(block_4P: np.ndarray, microbatches: int) -> Orders:
-    """The block once a PERIOD, and every W in the first slot that is free after its B."""
+    """The block once every PERIOD, and every W in the first slot that is free after its B."""
     item = np.tile(np.arange(microbatches), 4)
     kind, chunk = (np.repeat(column, microbatches) for column in ([F, F, B, B], [0, 1, 1, 0]))
     lists = []
@@ -115,8 +116,8 @@ def _repeat(block_4P: np.ndarray, microbatches: int) -> Orders:
         b_order = order[kind[order] == B]
         free = np.ones(int(slot.max()) + 1 + 2 * microbatches, bool)
         free[slot] = False
-        # W number n takes, of the free slots, the first one that is later than its B and than W
-        # n - 1: its rank is the most of (free slots before B number k) + n - k, over k up to n.
+        # W number n takes the first free slot that is later than its B and than W n - 1. Its rank
+        # among free slots is the largest of (free slots before B number k) + n - k, over k up to n.
         n = np.arange(2 * microbatches)
         rank = np.maximum.accumulate(free.cumsum()[slot[b_order]] - n) + n
         w_slot = np.flatnonzero(free)[rank]
@@ -128,8 +129,8 @@ def _repeat(block_4P: np.ndarray, microbatches: int) -> Orders:
 
 
 def _zb_v_orders(microbatches: int, stages: int) -> Orders:
-    """ZB-V by hand. Fewer than 2p - 1 microbatches are those of the larger table that there are:
-    what is left of an order that runs, runs."""
+    """ZB-V by hand. Fewer than 2p - 1 microbatches run the table of 2p - 1 without the others: what
+    remains of an order that can run can run as well."""
     items = max(microbatches, 2 * stages - 1)
     lists = []
     for stage in range(stages):
@@ -146,8 +147,8 @@ def _zb_v_orders(microbatches: int, stages: int) -> Orders:
 def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
     """The same ops in an order that idles less, with at most `limit` stashes a stage, from F to W.
 
-    Where times differ, no gap may fit an op: the better of two ways, never to be late for the next
-    op of the list, or by up to half of what runs before it.
+    If times differ, an op may fit no gap exactly. So the better of two ways is taken: never be late
+    for the next op of the list, or be late by up to half of the op that runs before it.
     """
     patience = (0.0,) if is_even(times) else (0.0, 0.5)
     runs = [_run(orders, limit, times, late) for late in patience]
@@ -156,11 +157,11 @@ def _fill_gaps(orders: Orders, limit: int, times: Times) -> Orders:
 
 
 def _run(orders: Orders, limit: int, times: Times, late: float) -> list[_Stage]:
-    """The stages after they have run, each taking an op from further down its list where it would
-    wait, as `_Stage.choose` says.
+    """The stages after they have run, each taking an op from further down its list when it would
+    otherwise wait: see `_Stage.choose`.
 
-    No stage waits for ever: of what is left of orders that run, the op that comes first is ready,
-    and it is the head of its list.
+    No stage waits for ever: of the remaining ops of orders that can run, the one that comes first
+    is ready, and it is the head of its list.
     """
     last = len(orders.kind) - 1
     factors = times.stage_factors or (1.0,) * (last + 1)
@@ -191,7 +192,7 @@ def _run(orders: Orders, limit: int, times: Times, late: float) -> list[_Stage]:
 
 
 def _receiver(kind: int, stage: int, last: int) -> tuple[int, int]:
-    """(Stage, kind) of the op that waits for this one's output; kind -1 where none does."""
+    """(Stage, kind) of the op that waits for this one's output; kind -1 if none does."""
     if kind == F0:
         return (stage + 1, F0) if stage < last else (stage, F1)
     if kind == F1:
@@ -202,18 +203,18 @@ def _receiver(kind: int, stage: int, last: int) -> tuple[int, int]:
 
 
 class _Stage:
-    """One stage as it runs: the list of its ops, and what it has taken from it so far."""
+    """One stage as it runs: the list of its ops, and which of them it has taken so far."""
 
     def __init__(
         self, orders: Orders, stage: int, limit: int, times: Times, factor: float, late: float
     ):
         kind, item, chunk = (array[stage] for array in (orders.kind, orders.item, orders.chunk))
         self.items = items = len(kind) // 6
-        # After the last op stands one that is never ready.
+        # After the last op comes one that is never ready.
         self.kinds, self.item_at = [*(2 * kind + chunk).tolist(), F0], [*item.tolist(), items]
         self.places = np.argsort(2 * kind + chunk, kind="stable").reshape(6, items).tolist()
-        self.head = 0  # the place of the first op that it has not taken
-        self.inputs = [[NEVER] * (items + 1) for _ in range(6)]  # when each op's input is there
+        self.head = 0  # the place of the first op not taken yet
+        self.inputs = [[NEVER] * (items + 1) for _ in range(6)]  # when each op's input arrives
         if stage == 0:
             self.inputs[F0][:items] = [0.0] * items
         self.lasts = [
@@ -223,15 +224,15 @@ class _Stage:
         ]
         self.taken = [0] * 6  # of each kind
         self.kept = 0  # stashes, now
-        self.stashes = np.array([1, 0, -1])[kind].cumsum()  # after each op, as the list now stands
+        self.stashes = np.array([1, 0, -1])[kind].cumsum()  # after each op, as the list is now
         self.limit, self.late = limit, late
         self.begin, self.clock = 0.0, 0.0
-        self.wake = 0.0  # when there may be something to choose from
+        self.wake = 0.0  # when there may be another op to choose
         self.waits = False  # for an input, so that its arrival is an event
-        self.ops: list[int] = []  # their kinds
+        self.ops: list[int] = []  # the kinds of those taken
 
     def head_if_ready(self) -> int:
-        """The kind of the list's head if that is the choice whatever is still to arrive, or -1."""
+        """The kind of the list's head if that is the choice whatever arrives later, else -1."""
         first = self.kinds[self.head]
         if first >= W0:
             kind, arrives = self._before_weight()
@@ -239,11 +240,11 @@ class _Stage:
         return first if self.inputs[first][self.taken[first]] <= self.clock else -1
 
     def choose(self) -> int:
-        """The kind of op to take: that of the list's head.
+        """The kind of op to take, by default that of the list's head; -1: wait.
 
-        A W lets the next F or B of the list go first if that is ready. Where the head has to wait,
-        it is the first op that is ready and lets it wait for no more than the share `late` of the
-        time that it takes. No F is taken early for which the list has no room. -1: wait.
+        A W lets the next F or B of the list go first if that is ready. If the head has to wait, the
+        first ready op is taken that delays the head by no more than the share `late` of its own
+        time. No F is taken early if the list has no room for it.
         """
         now, taken = self.clock, self.taken
         first = self.kinds[self.head]
@@ -269,7 +270,7 @@ class _Stage:
 
     def _before_weight(self) -> tuple[int, float]:
         """The kind of the next F or B of the list if it is ready and fits, else that of the W at
-        the head; and when its input arrives, as far as that is known."""
+        the head; and when the input of that F or B arrives, as far as known."""
         kinds, item_at, taken = self.kinds, self.item_at, self.taken
         place = self.head + 1
         while (kind := kinds[place]) >= W0 or item_at[place] < taken[kind]:
@@ -280,11 +281,11 @@ class _Stage:
         return kinds[self.head], arrives
 
     def _fits(self, place: int) -> bool:
-        """Whether one more stash fits from now until the list comes to this place."""
+        """Whether one more stash fits from now until the list reaches this place."""
         return max(self.kept, int(self.stashes[self.head : place].max())) < self.limit
 
     def take(self, kind: int) -> tuple[int, float]:
-        """Runs the next op of this kind. Its item, and when it ends."""
+        """Runs the next op of this kind; returns its item, and when it ends."""
         taken, head = self.taken, self.head
         item = taken[kind]
         taken[kind] = item + 1
@@ -315,8 +316,8 @@ def vee_maker(
     least: Callable[[int], int] = lambda p: 1,
     times_matter: bool = True,
 ) -> Maker:
-    """A maker for two chunks a stage, with closed forms for ops that all take one slot: idle slots,
-    from `least(p)` microbatches on, and chunks in flight; of (p, m). times_matter: to its order."""
+    """A maker for two chunks a stage, with closed forms in (p, m) for ops that all take one slot.
+    idle: slots, from `least(p)` microbatches on. times_matter: whether times change its order."""
 
     def bubble_over_ideal(shape: Shape) -> float | None:
         if not is_even(shape.times) or shape.microbatches < least(shape.stages):
@@ -335,7 +336,7 @@ def vee_maker(
 
 
 def _full(memory: Callable[[int], int]) -> Callable[[int, int], np.ndarray | None]:
-    """As many chunks in flight as memory allows, where there are enough microbatches for that."""
+    """As many chunks in flight as memory allows, if there are enough microbatches for that."""
     return lambda p, m: np.full(p, 2 * memory(p)) if m >= 2 * memory(p) - 1 else None
 
 

@@ -1,10 +1,10 @@
-"""Zero bubble: B is the gradient of the input alone, and W fills what would be idle.
+"""Zero bubble: B is only the gradient of the input, and W fills time that would be idle.
 
 zb_h1, zb_h2, zb_1p and zb_2p are from Qi et al., ICLR'24 (arXiv 2401.10241). They are orders for a
 runtime with a program per stage, in which one stage may run W while another runs F. Their tables
-hold the same orders, and so the same memory, in full ticks; there they save nothing: zb_h2 takes as
-long as 1F1B, and zb_h1 far longer, as it has too few in flight to run F and B in every tick.
-`aligned_zb` and `deferred_zb` are ours, for lock-step: take `deferred_zb` there.
+hold the same orders, and so need the same memory, in full ticks, but save nothing there: zb_h2
+takes as long as 1F1B, and zb_h1 far longer, with too few in flight to run F and B in every tick.
+`aligned_zb` and `deferred_zb` are ours, for lock-step: use `deferred_zb` there.
 
 Letters as in the paper: m microbatches · p stages · s this stage, from 0 · F, B, W, c times of an
 op and of a send
@@ -36,8 +36,8 @@ def zb_h1(shape: Shape) -> Schedule:
 
 
 def zb_h2(shape: Shape) -> Schedule:
-    """ZB-H2 (section 2.2): F begins 2(p-s) - 1 times before the first B, W of stage s is delayed by
-    2s microbatches, and none of equal F, B and W leaves a stage idle, in about twice 1F1B's memory.
+    """ZB-H2 (section 2.2): stage s runs 2(p-s) - 1 Fs before its first B and delays W by 2s
+    microbatches; if F = B = W, no stage is idle, in about twice 1F1B's memory.
 
     In flight on stage s: 2(p-s) - 1, and up to 2s more wait for W. The slowest stage, run
     asynchronously, is idle for (p-1)(F + B - 2W + 2c), given m >= 2p - 1, W <= F, 2c <= F + B and
@@ -60,14 +60,14 @@ def zb_2p(shape: Shape) -> Schedule:
 
 
 def automatic(shape: Shape, memory_limit: float) -> Schedule:
-    """The order that leaves the slowest stage idle for the least time, run asynchronously in
-    shape.times: the paper's heuristic's, or ZB-H1 or ZB-H2 where they fit and are better.
+    """The order that leaves the slowest stage idle for the least time, run asynchronously with
+    shape.times: that of the paper's heuristic, or ZB-H1 or ZB-H2 if they fit and are better.
 
-    memory_limit: stashes a stage, never exceeded. shape.weight_share, what stays of a stash from B
-    to W, decides what 2p stashes can buy: the last stage keeps back up to
-    (p-1)(F + B + 2c) / W of them to end with the first one. The paper's models keep 0.37 (1.5B) and
-    0.43 (6.2B): 32 s b h bytes a layer of 34 s b h + 5 a s^2 b, its table 1. With flash attention
-    there is no second term, and it is 0.94.
+    memory_limit: stashes per stage, never exceeded. shape.weight_share, the part of a stash that
+    stays from B to W, decides what 2p stashes can achieve: the last stage holds back up to
+    (p-1)(F + B + 2c) / W of them so as to end with the first stage. The paper's models keep 0.37
+    (1.5B) and 0.43 (6.2B): 32 s b h of the 34 s b h + 5 a s^2 b bytes of a layer, its table 1. With
+    flash attention there is no second term, and the part is 0.94.
     """
     if memory_limit < 1:
         raise UserError(
@@ -82,7 +82,7 @@ def automatic(shape: Shape, memory_limit: float) -> Schedule:
             best, least = schedule, run.cost
     kinds = automatic_kinds(shape, memory_limit=memory_limit, weight_share=share, below=least)
     if kinds is None:
-        assert best is not None  # else any order is below
+        assert best is not None  # else any order would be below
         return best
     return Schedule.from_orders("automatic", Orders.from_kinds(kinds, shape.microbatches))
 
@@ -90,27 +90,27 @@ def automatic(shape: Shape, memory_limit: float) -> Schedule:
 def aligned_zb(shape: Shape) -> Schedule:
     """1F1B in full ticks, where all stages run W of a microbatch in one tick, that of its last B.
 
-    So W costs lock-step ticks no more than its own time, in which no stage is idle: the makespan
-    is (m + (p-1)/v)(F + B) + m W in lock-step, and F + B alone count (p-1)/v times as bubble, where
-    1F1B has F + B + W. Ticks: m v + (v+1) p - 2. In flight on stage s: as in 1F1B; and s + 1 wait
-    for W, this tick's included. With v > 1 chunks, all this holds where p divides m.
+    So W costs lock-step ticks no more than its own time, in which no stage is idle: the makespan is
+    (m + (p-1)/v)(F + B) + m W in lock-step, and the bubble is (p-1)/v times F + B alone, while that
+    of 1F1B is of F + B + W. Ticks: m v + (v+1) p - 2. In flight on stage s: as in 1F1B; and s + 1
+    wait for W, this tick's included. With v > 1 chunks, all this holds if p divides m.
     """
     forward, backward = one_f_one_b_ticks(shape)
     return Schedule.from_ticks("aligned_zb", forward, backward, backward + np.arange(shape.stages))
 
 
 def deferred_zb(shape: Shape) -> Schedule:
-    """1F1B in full ticks, with every W in a tick where all stages run one or that it does not
+    """1F1B in full ticks, with every W in a tick in which all stages run W or which it does not
     lengthen: ZB-H1's bubble, in lock-step. Ours.
 
-    A stage ends its Fs before the last stage does, and its Bs before the first: in p - 1 ticks it
-    has one op less than the longest stage, and W fits beside the others. So only m v - (p-1) ticks
-    are longer for W, not m v as in `aligned_zb`: makespan (m + (p-1)/v)(F + B) + (m - (p-1)/v) W in
-    lock-step, bubble (p-1)/v times F + B - W, given W <= F and W <= B, m v >= (v+1) p - 2 and, with
-    v > 1, that p divides m; for other shapes it is `aligned_zb`. With one chunk no table of full
-    ticks is faster (the search's tests compare with all of them). Ticks: m v + (v+2) p - 3. In
-    flight as in 1F1B; at most 2p - 1 wait for W, and from F to W a stage keeps no more than 1F1B's
-    first stage from F to B.
+    A stage ends its Fs before the last stage does, and its Bs before the first does: in p - 1 ticks
+    it has one op less than the longest stage, and W fits beside the others. So W lengthens only
+    m v - (p-1) ticks, not m v as in `aligned_zb`: the makespan is
+    (m + (p-1)/v)(F + B) + (m - (p-1)/v) W in lock-step, the bubble (p-1)/v times F + B - W, given
+    W <= F and W <= B, m v >= (v+1) p - 2 and, with v > 1, that p divides m; for other shapes it is
+    `aligned_zb`. With one chunk no table of full ticks is faster (the search's tests compare with
+    all of them). Ticks: m v + (v+2) p - 3. In flight: as in 1F1B; at most 2p - 1 wait for W, and a
+    stage keeps no more from F to W than 1F1B's first stage does from F to B.
     """
     m, p, v = shape.microbatches, shape.stages, shape.virtual
     if not _defers(shape):
@@ -169,7 +169,7 @@ def _h2_bubble(shape: Shape) -> float | None:
 
 
 def _aligned_bubble(shape: Shape) -> float | None:
-    """Lock-step, over ideal time; every tick but the last one sends."""
+    """In lock-step, over ideal time; every tick but the last one sends."""
     m, p, v, t = shape.microbatches, shape.stages, shape.virtual, shape.times
     if t.stage_factors is not None or (v > 1 and m % p):
         return None
@@ -178,8 +178,8 @@ def _aligned_bubble(shape: Shape) -> float | None:
 
 
 def _deferred_bubble(shape: Shape) -> float | None:
-    """Lock-step, over ideal time; every tick sends but the last p: the first stage's last B, and W
-    alone."""
+    """In lock-step, over ideal time; every tick sends except the last p: the first stage's last B,
+    and W alone."""
     m, p, v, t = shape.microbatches, shape.stages, shape.virtual, shape.times
     if not _defers(shape):
         return _aligned_bubble(shape)
