@@ -1,4 +1,4 @@
-"""What a test asks of an error: its type, by pytest, and the values that it names."""
+"""What tests check of an error: its type, by pytest, and the values that it names."""
 
 
 def names(error, *values):

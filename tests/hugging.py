@@ -1,4 +1,4 @@
-"""Small models as Hugging Face has them: config.json's values and names of tensors, by hand."""
+"""Small models as Hugging Face stores them: values of config.json and names of tensors, by hand."""
 
 import json
 
@@ -40,7 +40,7 @@ def gpt2(**changes):
 
 
 def llama(model_type="llama", *, biases=False, head_norms=False, four_norms=False, **changes):
-    """And what is built like it."""
+    """Llama and models that are built like it."""
     config = {
         "model_type": model_type, "architectures": [f"{model_type.title()}ForCausalLM"],
         "num_hidden_layers": L, "hidden_size": D, "num_attention_heads": H,
@@ -124,7 +124,7 @@ def qwen3_moe():
 
 
 def deepseek_v3():
-    """A dense layer, and two with experts, of which the last is a second token's."""
+    """A dense layer, then two with experts, of which the last predicts a second token."""
     config, shapes = _mixture(
         "deepseek_v3", "DeepseekV3ForCausalLM", num_key_value_heads=H, num_hidden_layers=L,
         n_routed_experts=E, num_experts_per_tok=2, moe_intermediate_size=FE, n_group=1,
@@ -226,7 +226,7 @@ def random_tensors(shapes, *, seed=0):
 
 
 def write(directory, config, tensors, *, dtype="F32", files=1):
-    """A directory with config.json and these tensors, in one file or several; `tensors`."""
+    """Write a directory of config.json and these tensors, in `files` files; returns `tensors`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]

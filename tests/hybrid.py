@@ -1,15 +1,16 @@
-"""A model of three kinds of layers that share no parameter shapes, in plain functions: all of
-`mtx.pipeline.model`'s Protocol and nothing of the project's own layers. And its oracle, unsharded.
+"""A model of three kinds of layers that share no parameter shapes, in plain functions: it
+implements all of `mtx.pipeline.model`'s Protocol without the project's own layers. And its
+unsharded oracle.
 
-attention: causal attention (keys and values go from slice to slice) and an MLP
-mixer: a gated causal convolution along the sequence (its inputs go from slice to slice), which also
-       sees the embedding: the stream's second leaf
-gate: one matrix, nothing from slice to slice
+attention: causal attention (keys and values are passed from slice to slice) and an MLP
+mixer: a gated causal convolution along the sequence (its inputs are passed from slice to slice),
+       which also sees the embedding: the stream's second leaf
+gate: one matrix, passes nothing from slice to slice
 
-What a layer adds is scaled by its place in the model, so that no two of a kind may be swapped.
+A layer's output is scaled by its place in the model, so that no two of a kind can be swapped.
 
-Legend: B rows · S sequence (s: shard, b: slice) · D hidden · H heads (h: shard) · K head size ·
-F feed-forward (f: shard) · W width of the convolution
+Legend: B rows · S sequence (s: shard, b: slice) · D hidden · H heads (h: shard) · K head size · F
+feed-forward (f: shard) · W width of the convolution
 """
 
 from functools import cached_property, partial
@@ -97,7 +98,7 @@ class Hybrid:
         keys = jax.random.split(jax.random.key(seed), 2)
         used = (jnp.arange(self.vocab_rows) < self.config.vocab)[:, None]
 
-        def table(key):  # a row from a key of its own: the same, however many are added
+        def table(key):  # each row has its own key, so padding rows do not change the others
             row = lambda n: jax.random.normal(jax.random.fold_in(key, n), self.config.hidden)  # noqa: E731
             return 0.3 * jax.vmap(row)(jnp.arange(self.vocab_rows)) * used
 
@@ -154,7 +155,7 @@ class Hybrid:
         return reduce_from(y, self.axes.tensor)
 
     def _earlier(self, own, cache, context):
-        """(own or, of a slice, all of the sequence with `own` in its place; where that begins)"""
+        """(`own`, or for a slice the whole sequence with `own` in its place; where `own` begins)"""
         if not cache:
             return own, 0
         start = context[1] * own.shape[1]
@@ -220,7 +221,7 @@ class Hybrid:
         x = jnp.take_along_axis(x, positions_B[:, None, None], axis=1)
         return vocab_logits(x, table, self.config.vocab, self.axes)[:, 0]
 
-    # -- slices, and texts that go on -------------------------------------------------------------
+    # -- slices, and texts that are continued -----------------------------------------------------
 
     def empty_cache(self, kind, rows):
         if kind == "gate":
@@ -256,7 +257,7 @@ class Hybrid:
 
 
 class HybridTrainer(mtx.Trainer):
-    """The trainer of a hybrid: `run.model` gives its sizes."""
+    """A hybrid's trainer: `run.model` gives its sizes."""
 
     def __init__(self, run, pattern, **more):
         self.pattern = pattern
@@ -321,6 +322,6 @@ def loss_and_gradients(params, batch, pattern):
 
 
 def perturbed(params, seed=0):
-    """With norms that are not all one."""
+    """The parameters with noise added, so that norms are not all one."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda a: a + 0.1 * random.normal(size=a.shape).astype(a.dtype), params)

@@ -1,5 +1,5 @@
-"""Parameters of a model drawn by NumPy, for tests that ask for any: of those that training starts
-from, `mtx.init_params`, the generator alone is a program to compile for each model."""
+"""Parameters of a model drawn by NumPy, for tests to which any will do: `mtx.init_params`, which
+training starts from, needs a program compiled for each model just for its random numbers."""
 
 import functools
 import zlib
@@ -11,18 +11,18 @@ from jax.tree_util import keystr
 import mtx
 from mtx.config import Layout
 
-_SAME = {"norm": 1.0, "bias": 0.0, "state": 0.0}  # in all elements, by role
+_SAME = {"norm": 1.0, "bias": 0.0, "state": 0.0}  # the value of all elements, by role
 
 
 @functools.cache
 def params_of(model, seed=0):
-    """Float32, in canonical form; matrices of the standard deviation that the model names. Not of
-    state-space models, whose recurrences begin in ranges of their own."""
+    """Float32, in canonical form; matrices have the model's standard deviation. Not for state-space
+    models, whose recurrences are initialized in their own ranges."""
     return drawn(mtx.trainer_for(model, Layout(), global_batch=1), model.init_std, seed)
 
 
 def drawn(trainer, deviation, seed=0):
-    """`params_of` a trainer's model, matrices of this standard deviation."""
+    """`params_of` for a trainer's model; matrices have this standard deviation."""
     shapes = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
 
     def draw(path, shape, role):

@@ -1,4 +1,4 @@
-"""The oracle: a GPT in plain jnp, unsharded, from the papers' formulas and nothing of `mtx`.
+"""The oracle: a GPT in plain jnp, unsharded, from the papers' formulas, without using `mtx`.
 
 Parameters are in canonical form, global shapes: {"embed", "head", "layers": {"block": leaves
 [L, ...]}}.
@@ -13,7 +13,7 @@ LOSS, GRADIENT = 1e-6, 1e-5  # relative errors in float32; never loosened
 
 
 def random_batch(model, rows, seed=0):
-    """Tokens of the model's vocabulary, of which about one in ten counts for nothing."""
+    """Random tokens of the model's vocabulary; about one in ten has weight 0."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, model.vocab, (rows, model.sequence + 1), dtype=np.int32)
     weights = (random.random((rows, model.sequence)) < 0.9).astype(np.float32)
@@ -21,12 +21,12 @@ def random_batch(model, rows, seed=0):
 
 
 def padded(batch, rows):
-    """The batch and rows of weight 0 after it: batches of many sizes, one compiled program."""
+    """The batch, padded with rows of weight 0: batches of many sizes share one compiled program."""
     return {k: np.pad(a, [(0, rows - len(a)), (0, 0)]) for k, a in batch.items()}
 
 
 def assert_same(got, want, *, loss=LOSS, gradient=GRADIENT):
-    """Losses and gradients (loss, tree) are equal within these relative errors, leaf by leaf."""
+    """Check that two (loss, gradients) are equal within these relative errors, leaf by leaf."""
     assert float(got[0]) == pytest.approx(float(want[0]), rel=loss)
     assert jax.tree.structure(got[1]) == jax.tree.structure(want[1])
     errors = jax.tree.map(
@@ -84,7 +84,7 @@ def loss_and_gradients(params, batch):
 
 
 def adamw_steps(params, batches, *, rate, b1, b2, epsilon, decay, clip):
-    """Losses of AdamW with a constant rate, by the formulas of Loshchilov and Hutter 2019."""
+    """Losses of AdamW at a constant rate, by the formulas of Loshchilov and Hutter 2019."""
     undecayed = {"b", "bias", "scale"}
 
     @jax.jit

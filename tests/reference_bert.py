@@ -1,4 +1,4 @@
-"""The oracle of family "bert": plain jnp, unsharded, from the papers' formulas and nothing of
+"""The oracle of family "bert": plain jnp, unsharded, from the papers' formulas, without using
 `mtx`. Parameters are in canonical form."""
 
 import functools
@@ -33,7 +33,7 @@ def _mlp(x, p, form):
 
 
 def hidden(params, batch, *, post, form):
-    """float32 [G, S, D]: what both heads see."""
+    """float32 [G, S, D]: the input of both heads."""
     embed = params["embed"]
     x = embed["tokens"][batch["tokens"]] + embed["positions"] + embed["types"][batch["types"]]
     if post:
@@ -52,7 +52,7 @@ def hidden(params, batch, *, post, form):
 
 
 def logits(params, batch, *, post, form):
-    """(of masked tokens [G, S, V], of the order [G, 2])"""
+    """(logits of masked tokens [G, S, V], of the order [G, 2])"""
     x, head = hidden(params, batch, post=post, form=form), params["head"]
     masked = head["masked"]
     h = _norm(_gelu(x @ masked["w"] + masked["b"], form), masked["norm"])
@@ -63,7 +63,7 @@ def logits(params, batch, *, post, form):
 
 @functools.partial(jax.jit, static_argnames=("post", "form"))
 def loss_and_gradients(params, batch, *, post, form):
-    """The mean over the masked tokens, and that over the rows with an order, added."""
+    """The loss is the mean over the masked tokens plus the mean over the rows with an order."""
 
     def mean_of(logits, targets, weights):
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

@@ -1,6 +1,6 @@
-"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2, and of those
-with sinks or latent attention. Plain jnp, unsharded, from the papers' formulas and nothing of
-`mtx`. Parameters are in canonical form."""
+"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2, and those with
+sinks or latent attention. Plain jnp, unsharded, from the papers' formulas, without using `mtx`.
+Parameters are in canonical form."""
 
 import functools
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from reference_llama import _turn, frequencies
 
 @dataclass(frozen=True)
 class Rules:
-    """What a family adds; without, it is a Llama."""
+    """What a family adds to a Llama; the defaults are a Llama."""
 
     kinds: tuple[str, ...]  # of each layer
-    windows: tuple[int | None, ...]  # of each layer: a position sees so many, itself included
+    windows: tuple[int | None, ...]  # of each layer: positions that one sees, itself included
     base: float = 10000.0
     epsilon: float = 1e-5
     scale: float | None = None  # of products of queries and keys
@@ -23,8 +23,8 @@ class Rules:
     logit_cap: float | None = None
     offset: float = 0.0  # of norms' scales
     embed_scale: float = 1.0
-    gelu: bool = False  # in place of SiLU
-    turned: int = 0  # numbers of a head that are turned, of latent attention
+    gelu: bool = False  # instead of SiLU
+    turned: int = 0  # numbers per head that are rotated, in latent attention
     second_weight: float = 0.0  # of the loss of the token after the next
 
 
@@ -61,7 +61,7 @@ def _weights(scores, seen, p):
 
 
 def _latent(x, p, window, rules):
-    """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47; neighbours are complex numbers."""
+    """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47; neighbours form complex numbers."""
     size, turned = x.shape[1], rules.turned
     angles = jnp.outer(jnp.arange(size), rules.base ** -(jnp.arange(0, turned, 2) / turned))
 
@@ -103,7 +103,7 @@ def _layer(x, p, window, rules):
 
 
 def _last(params, batch, rules):
-    """What the head sees, [G, S, D], and its table."""
+    """(the head's input [G, S, D], its table)"""
     embed, head, done = params["embed"], params["head"], dict.fromkeys(rules.kinds, 0)
     x = embed["tokens"][batch["tokens"]] * rules.embed_scale
     for kind, window in zip(rules.kinds, rules.windows, strict=True):
@@ -136,7 +136,7 @@ def loss(params, batch, rules):
 
 
 def _second(params, batch, rules):
-    """That of DeepSeek-V3's further tokens (arXiv 2412.19437, equations 21 to 25)."""
+    """DeepSeek-V3's loss of the token after the next (arXiv 2412.19437, equations 21 to 25)."""
     x, table = _last(params, batch, rules)
     p, following = _further(params), params["embed"]["tokens"][batch["targets"]]
     both = _norm(following, p["token_norm"], rules), _norm(x, p["stream_norm"], rules)
@@ -148,7 +148,7 @@ def _second(params, batch, rules):
 
 @functools.partial(jax.jit, static_argnums=2)
 def loss_and_gradients(params, batch, rules):
-    """The loss, and the gradients of all that is minimised."""
+    """(loss, gradients of everything that is minimised)"""
 
     def minimised(params):
         own = loss(params, batch, rules)

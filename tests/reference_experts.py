@@ -1,5 +1,5 @@
 """The oracle of mixtures of experts: every token through every expert, plain jnp, unsharded, from
-the papers' formulas and nothing of `mtx`. Attention is the Llama oracle's. Parameters are in
+the papers' formulas, without using `mtx`. Attention is the Llama oracle's. Parameters are in
 canonical form."""
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Rules(NamedTuple):
 
 
 def _chosen(scores, rules):
-    """[b, s, k]: experts of each token, the best first."""
+    """[b, s, k]: the experts of each token, best first."""
     experts = scores.shape[-1]
     if rules.groups > 1:
         each = experts // rules.groups
@@ -53,7 +53,7 @@ def _route(x, p, rules):
         room = -(-rules.capacity * positions * rules.choices // experts)
         in_turn = one_hot.reshape(len(x), -1, experts)
         number = jnp.cumsum(in_turn, axis=1).reshape(one_hot.shape)
-        if rules.keeps == "best":  # so many have a higher gate, and it itself
+        if rules.keeps == "best":  # rank: those with a higher gate, plus itself
             number = 1 + (gates[:, None] > gates[:, :, None]).sum(2)[:, :, None]
         gates = gates * (one_hot * (number <= room)).sum(-2)
     aux = rules.z_weight * jax.nn.logsumexp(logits, axis=-1) ** 2
@@ -105,7 +105,7 @@ def losses(params, batch, frequency, rules):
 
 
 def loss_and_gradients(params, batch, frequency, rules):
-    """(mean cross-entropy, gradients of all losses; of states the choices that were counted)"""
+    """(mean cross-entropy, gradients of all losses); for states, the counted choices."""
     of = jax.value_and_grad(losses, has_aux=True)
     (_, (loss, counts)), gradients = of(params, batch, frequency, rules)
     router = gradients["layers"]["block"]["mlp"]["router"]

@@ -1,5 +1,5 @@
-"""The oracle of float8: the GPT of `reference`, unsharded, a sequence at a time; products with the
-weights of layers in plain float32, of operands that were rounded. Nothing of `mtx`."""
+"""The oracle of float8: the GPT of `reference`, unsharded, one sequence at a time; products with
+layers' weights are in plain float32, of rounded operands. Does not use `mtx`."""
 
 import functools
 
@@ -13,21 +13,21 @@ LINEARS = "qkv", "out", "up", "down"
 
 
 def rounded(x, dtype):
-    """x as numbers of float8 times a power of two, the largest with which none overflows."""
+    """x rounded to float8 after scaling by the largest power of two with which none overflows."""
     most = float(jnp.finfo(dtype).max)
     scale = 2.0 ** jnp.floor(jnp.log2(most / jnp.abs(x).max()))
     return (x * scale).astype(dtype).astype(jnp.float32) / scale
 
 
 def scaled(x, dtype, scale):
-    """x as numbers of float8 times 1 / scale; what lies beyond its range is the end of it."""
+    """x rounded to float8 numbers times 1 / scale; values beyond the range are clipped to it."""
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(x * scale, -most, most).astype(dtype).astype(jnp.float32) / scale
 
 
 def linear_in(of_gradients):
-    """x[S, I] and w[I, O] -> [S, O], with output gradients in that type of float8. scales: of x, w
-    and dy, whose gradients are then their largest magnitudes; None: each by its own."""
+    """x[S, I] and w[I, O] -> [S, O], with output gradients in this type of float8. scales: of x, w
+    and dy; their gradients are then the largest magnitudes. None: each is scaled by its own."""
 
     def all_rounded(x, w, scales):
         if scales is None:
@@ -71,7 +71,7 @@ def _mlp(x, p, linear):
 
 
 def _losses(params, scales, tokens, targets, linear):
-    """[S]; scales: {linear: [L, 3]}, or None each"""
+    """[S]; scales: {linear: [L, 3] or None}"""
     embed, head = params["embed"], params["head"]
     x = embed["tokens"][tokens] + embed["positions"][: len(tokens)]
 
@@ -91,7 +91,7 @@ def _losses(params, scales, tokens, targets, linear):
 
 
 def loss_and_gradients(params, batch, of_gradients):
-    """Of a batch [G, S], with tied embeddings."""
+    """(loss, gradients) of a batch [G, S], with tied embeddings."""
     scales = dict.fromkeys(LINEARS)
     loss, (gradients, _) = _with_scales(of_gradients)(params, scales, batch)
     return loss, gradients
@@ -111,7 +111,7 @@ def _with_scales(of_gradients):
 
 def delayed(params, batches, of_gradients, *, steps, margin=0):
     """(losses, gradients, histories) with these parameters and each of the batches in turn:
-    tensors are scaled by the largest of their largest magnitudes in so many batches before.
+    tensors are scaled by their largest magnitude in the previous `steps` batches.
     histories: {linear: [L, 3, batches]}, of input, weight and output gradient."""
     run, rows = _with_scales(of_gradients), len(batches[0]["tokens"])
     layers = len(params["layers"]["block"]["mlp"]["up"]["w"])

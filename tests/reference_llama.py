@@ -1,4 +1,4 @@
-"""The oracle of family "llama": plain jnp, unsharded, from the papers' formulas and nothing of
+"""The oracle of family "llama": plain jnp, unsharded, from the papers' formulas, without using
 `mtx`. Parameters are in canonical form."""
 
 import math
@@ -13,7 +13,7 @@ def _norm(x, scale, epsilon=1e-5):
 
 
 def frequencies(size, base, *, scaling="none", factor=1.0, low=1.0, high=4.0, original=8192):
-    """A pair at a time, as Llama 3.1's authors describe it."""
+    """Frequencies, one pair at a time, as Llama 3.1's authors describe them."""
     found = []
     for pair in range(size // 2):
         turning = base ** (-2 * pair / size)
@@ -47,7 +47,7 @@ def yarn_frequencies(size, base, *, factor, low=1.0, high=32.0, original=8192, t
 
 
 def dynamic_frequencies(size, base, *, factor, sequence, original):
-    """The base raised so that the slowest pair turns as if positions were divided by `longer`."""
+    """With a base so large that the slowest pair turns as if positions were divided by `longer`."""
     longer = max(1, factor * sequence / original - (factor - 1))
     fastest_to_slowest = np.arange(size // 2) / (size // 2 - 1)
     return base ** (-2 * np.arange(size // 2) / size) * longer**-fastest_to_slowest

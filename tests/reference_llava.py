@@ -1,4 +1,4 @@
-"""The oracle of LLaVA: a vision transformer as CLIP's (Radford et al. 2021), a projector and a
+"""The oracle of LLaVA: a vision transformer like CLIP's (Radford et al. 2021), a projector and a
 Llama, in plain jnp, unsharded. The decoder is that of `reference_llama`."""
 
 import functools
@@ -12,8 +12,8 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 
 def batch_of_images(model, rows, seed=0):
-    """Texts with none to `model.images` images, each at another place; a tenth of the targets, and
-    all before a patch, count for nothing."""
+    """Texts with 0 to `model.images` images, each at a different place; a tenth of the targets, and
+    all targets that are patches, have weight 0."""
     random = np.random.default_rng(seed)
     side, patches, length = model.image_size, model.patches, model.sequence + 1
     ids = random.integers(0, model.vocab - 1, (rows, length), dtype=np.int32)
@@ -57,7 +57,7 @@ def _layer(x, p):
 
 
 def features(params, pixels, patch):
-    """[images, patches, E] of the last layer that is read"""
+    """[images, patches, E]: outputs of the last layer that is read"""
     p, images = params["embed"]["vision"], normed(pixels.reshape(-1, *pixels.shape[2:]))
     seen = []
     for top in range(0, images.shape[1], patch):
@@ -85,7 +85,7 @@ def loss(params, batch, model):
         jnp.where(which[row][:, None] < 0, table[batch["tokens"][row]], seen[row][which[row]])
         for row in range(rows)
     ])  # fmt: skip
-    # What has been put together is the table of the decoder's embedding, a row a position.
+    # The combined stream serves as the decoder's embedding table, one row per position.
     ids = np.arange(x[..., 0].size).reshape(x.shape[:2])
     head = {"output": table} | params["head"]
     decoder = {"embed": {"tokens": x.reshape(-1, x.shape[-1])}, "head": head}
@@ -96,7 +96,7 @@ def loss(params, batch, model):
 
 @functools.partial(jax.jit, static_argnums=2)
 def loss_and_gradients(params, batch, model):
-    """(loss, gradients of what is trained: nested dicts without the leaves of what is not)"""
+    """(loss, gradients of trained parameters: nested dicts without the leaves that are frozen)"""
 
     def empty(tree):
         return {key: empty(each) for key, each in tree.items() if isinstance(each, dict)}

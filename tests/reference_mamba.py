@@ -1,8 +1,8 @@
-"""Mamba-2 and its hybrids in plain jnp, a position after the other, by the recurrence of Dao and Gu
-2024, equation (1), and nothing of `mtx`.
+"""Mamba-2 and its hybrids in plain jnp, position by position, by the recurrence of Dao and Gu 2024,
+equation (1), without using `mtx`.
 
 Parameters are in canonical form, global shapes: {"embed", "head", "layers": {kind: leaves}}, with
-leaves [L, ...] of the layers of a kind.
+leaves [L, ...] for the layers of a kind.
 """
 
 import itertools
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 
 def recurrence(x, dt, a, b, c, state, starts):
-    """(y [B, S, H, K], the last state [B, H, K, N]) of x [B, S, H, K], dt [B, S, H], a [H], b and c
-    [B, S, H, N]; starts: [B, S], where a document begins."""
+    """(y [B, S, H, K], the last state [B, H, K, N]), given x [B, S, H, K], dt [B, S, H], a [H], b
+    and c [B, S, H, N]; starts: [B, S], where documents begin."""
 
     def step(state, at):
         x, dt, b, c, begins = at
@@ -33,7 +33,7 @@ def _norm(x, scale, epsilon=1e-5):
 
 
 def _convolve(x, kernel, bias, segments):
-    """x [B, S, C], kernel [W, C]: position s sees s - W + 1 to s, of its own document."""
+    """x [B, S, C], kernel [W, C]: position s sees s - W + 1 to s within its document."""
     total = bias
     for back in range(len(kernel)):
         earlier = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]

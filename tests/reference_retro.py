@@ -1,5 +1,5 @@
 """The oracle of RETRO: plain jnp, unsharded, chunk by chunk, after Borgeaud et al. 2022, algorithm
-1 and listing 1, with positions by rotation."""
+1 and listing 1, with rotary positions."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def batch_of_chunks(model, rows, seed=0):
-    """Texts and neighbours at random; some targets count for nothing."""
+    """Random texts and neighbours; some targets have weight 0."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, model.vocab, (rows, model.sequence + 1), dtype=np.int32)
     count = model.sequence // model.chunk * model.neighbours * model.retrieved
@@ -25,7 +25,7 @@ def _norm(x, p):
 
 
 def _turned(x, places):
-    """x [..., T, h, K] by its places [T]: numbers k and k + K/2 are a pair."""
+    """x [..., T, h, K] rotated by its places [T]; numbers k and k + K/2 are a pair."""
     half = x.shape[-1] // 2
     angle = np.asarray(places)[:, None, None] * 10000.0 ** -(np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
@@ -34,7 +34,7 @@ def _turned(x, places):
 
 
 def _softmax_of(q, k, v, hidden=None):
-    """[b, Q, h, K] of [b, T, h, K]"""
+    """[b, Q, h, K] from k and v [b, T, h, K]"""
     scores = jnp.einsum("bqhk,bthk->bhqt", q, k) / np.sqrt(q.shape[-1])
     if hidden is not None:
         scores = jnp.where(hidden, -jnp.inf, scores)
@@ -66,7 +66,7 @@ def _cross(x, y, p, of_x, of_y):
 
 
 def _encoder_layer(e, state, layer, model):
-    """Of one neighbour, e [b, R, E]; state [b, M, D]: the decoder's of its chunk, not yet normed"""
+    """For one neighbour, e [b, R, E]; state [b, M, D]: the decoder's for its chunk, not normed"""
     p, places = layer["attention"], np.arange(model.retrieved)
     h = _norm(e, layer["attention_norm"])
     q, k, v = jnp.einsum("bsd,dnhk->nbshk", h, p["qkv"]["w"])
@@ -79,7 +79,7 @@ def _encoder_layer(e, state, layer, model):
 
 
 def _chunked_cross(x, found, layer, model):
-    """x with what each chunk's neighbours add: found[u, j] is [b, R, E], the j-th of chunk u"""
+    """x plus what each chunk's neighbours add; found[u, j] is [b, R, E], the j-th of chunk u"""
     size, h = model.chunk, _norm(x, layer["cross_norm"])
     places = np.tile(np.arange(model.retrieved), model.neighbours)
     for u, of_chunk in enumerate(found):

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def batch_of_spans(model, rows, seed=0):
-    """Texts of the encoder of several lengths, and targets, of which some count for nothing."""
+    """Encoder texts of several lengths, and targets, some of weight 0."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, model.vocab, (rows, model.sequence + 1), dtype=np.int32)
     shape = rows, model.encoder_sequence
@@ -22,7 +22,7 @@ def batch_of_spans(model, rows, seed=0):
 
 
 def bucket(distance, *, causal, buckets, farthest):
-    """Of one key behind one query, in Python's numbers."""
+    """The bucket of one key at a distance after one query, in plain Python numbers."""
     first = 0
     if causal:
         distance = max(0, -distance)
@@ -41,7 +41,7 @@ def _norm(x, p):
 
 
 def _attention(x, y, p, bias, hidden):
-    """Of x to y; bias [h, S, T]; hidden, bool, to be broadcast."""
+    """Attention of x to y; bias [h, S, T]; hidden: bool, is broadcast."""
     if "qkv" in p:
         q, k, v = jnp.einsum("bsd,dnhk->nbhsk", x, p["qkv"]["w"])
     else:

@@ -1,5 +1,5 @@
-"""The steady tick of a compiled step, read off its instructions without a clock: what stands beside
-its collectives, which weights it copies, which gradients it adds in passes of their own.
+"""The steady tick of a compiled step, read off its instructions without timing anything: what lies
+beside its collectives, which weights it copies, which gradients it adds in separate passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mtx.compile.hlo import COLLECTIVES, Program
 from mtx.compile.hlo_text import Computation, Instruction
 from mtx.compile.hlo_work import matmul_flops
 
-# Independent of the planner's: an H100's matmuls and links, in FLOP/s and bytes/s.
+# Rates of an H100's matmuls and links, in FLOP/s and bytes/s; independent of the planner's.
 _FLOPS, _BYTES = 0.7 * 989.4e12, {False: 0.78 * 450e9, True: 0.57 * 50e9}
 
 
@@ -26,13 +26,13 @@ class Window:
     axes: tuple[str, ...]
     sent_bytes: float
     synchronous: bool
-    flops: float  # inside of the window
-    writes: int  # there, of bfloat16 to a stack: what F keeps for B
-    network: bool  # whether it leaves the node, of 8
+    flops: float  # inside the window
+    writes: int  # of bfloat16 to a stack, inside the window: what F keeps for B
+    network: bool  # whether it leaves its node of 8 devices
 
     @property
     def exposed_bytes(self) -> float:
-        """Those for which the matmuls of the window, were they its own, are too short."""
+        """Bytes that the window's matmuls, if they were this collective's alone, do not cover."""
         covered = 0.0 if self.synchronous else self.flops / _FLOPS * _BYTES[self.network]
         return max(0.0, self.sent_bytes - covered)
 
@@ -62,8 +62,8 @@ class SteadyTick:
         return [name for name in (*body, *each.branches, each.called) if name]
 
     def flops(self, computation: Computation, each: Instruction) -> float:
-        """Of the matmuls that an instruction runs; of a conditional, those of the branch that has
-        least, but of one of weight gradients those of the other: only idle stages skip them."""
+        """FLOPs of the matmuls that an instruction runs. A conditional counts its smallest branch,
+        but one of weight gradients or the head its largest: only idle stages skip those."""
         if each.opcode in ("while", "conditional") or each.called:
             inside = [self._flops_of(name) for name in self._called(each)]
             trips = self.program.trips(each, 1.0) if each.opcode == "while" else 1
@@ -100,8 +100,9 @@ class SteadyTick:
 
     @staticmethod
     def _beside(lines: list[Instruction], start: int) -> list[Instruction] | None:
-        """From a start to its done; of one that is carried to the next iteration, to the end, and
-        from the beginning to the done of what was carried. None where it is synchronous."""
+        """Instructions from a start to its done. If it is carried to the next iteration: those to
+        the end, and from the beginning to the done of the carried one. None if it is synchronous.
+        """
         each = lines[start]
         config = each.config
         if not each.opcode.endswith("-start"):
@@ -136,10 +137,10 @@ class SteadyTick:
             network=any(len({device // 8 for device in group}) > 1 for group in collective.groups),
         )  # fmt: skip
 
-    # -- weights, gradients and what waits ---------------------------------------------------------
+    # -- weights, gradients and deferred values ----------------------------------------------------
 
     def copies(self, least: int) -> list[Instruction]:
-        """Of arrays with so many elements or more."""
+        """Copies of arrays with at least `least` elements."""
         return [
             each
             for name in self.names
@@ -148,8 +149,8 @@ class SteadyTick:
         ]
 
     def made(self, dtype: str, shapes: Collection[tuple[int, ...]]) -> list[Instruction]:
-        """Instructions without a matmul that write an array of that type and one of these shapes,
-        whole or into a stack; ones do not count, nor does the order."""
+        """Instructions without a matmul that write an array of this type and one of these shapes,
+        whole or into a stack. Dims of size 1 and the order of dims are ignored."""
         wanted = {_key(shape) for shape in shapes}
         return [
             each
@@ -161,7 +162,7 @@ class SteadyTick:
         ]
 
     def _writes(self, each: Instruction) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """What it writes: of an update in place the update alone."""
+        """(type, dims) of each array it writes; for an in-place update, of the update alone."""
         inside = self.program.computations[each.called] if each.called else {}
         updates = [one for one in inside.values() if one.opcode == "dynamic-update-slice"]
         for one in updates:

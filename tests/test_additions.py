@@ -1,5 +1,5 @@
-"""What docs/extend promises: a sublayer, a family, an optimizer and a schedule are a file each. All
-four are added to a copy of the package, and nothing else is touched."""
+"""What docs/extend promises: a sublayer, a family, an optimizer and a schedule are one file each.
+All four are added to a copy of the package, and nothing else is changed."""
 
 import os
 import shutil
@@ -164,7 +164,7 @@ def test_a_sublayer_a_family_an_optimizer_and_a_schedule_are_a_file_each(tmp_pat
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """A sublayer that sees other positions, and says no more of it."""
+    """A sublayer that sees other positions and declares nothing else."""
 
     looks_around = True
 
@@ -192,7 +192,7 @@ def test_what_a_sublayer_that_looks_around_has_no_rule_for_is_refused(asked, val
 
 @dataclass(frozen=True, kw_only=True)
 class Keeps(Around):
-    """One that keeps what its module does not know of."""
+    """One that keeps values its module does not know."""
 
     def empty_past(self, build, rows, length):
         return None

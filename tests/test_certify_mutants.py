@@ -1,4 +1,4 @@
-"""Known mistakes: each is caught, by the walker or by a run, and the step as it is passes."""
+"""Each known mistake is caught, by the walker or by a run; the step without mistakes passes."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from mtx.certify.mutants import MUTANTS, try_mutant
 from mtx.certify.said import mutant_lines, mutant_numbers
 from mtx.certify.step import walk_run
 
-BY_RUN = {  # constant factors, orders, stages: no equation is of another kind
+BY_RUN = {  # constant factors, orders, stages: no equation changes its kind
     "loss scaled", "labels after cutting", "second loss scaled",
     "labels of a part", "plain order", "shards backwards", "mean of sums",
     "head of the first stage", "encoder of own stage", "experts scaled", "tokens dropped",
 }  # fmt: skip
-# A run of experts takes as long as six others: `mtx certify --mutants` makes these as well.
+# A run with experts takes as long as six others: `mtx certify --mutants` includes these as well.
 BY_LONG_RUN = {
     "norm without experts", "norm, experts as replicas", "auxiliary loss scaled", "tokens exchanged"
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`mtx certify`: cases of a run, what is compared, and the certificate."""
+"""`mtx certify`: cases of a run, comparisons, and the certificate."""
 
 import json
 import math
@@ -162,13 +162,13 @@ def test_a_certificate_says_what_was_compared_and_what_was_not(own, capsys):
 
 
 def test_a_failure_is_reduced_to_the_axis_that_it_needs():
-    """Gradients of what tensor replicates are not summed over it: nothing else is needed."""
+    """Gradients of parameters that `tensor` replicates are not summed: no other axis is needed."""
     (mutant,) = [each for each in MUTANTS if each.name == "replicated, not summed"]
     layout = Layout(data=2, pipe=2, tensor=2, schedule="gpipe", recompute="full", idle="phases")
     (case,) = cases(preset("miniature"), 1)
     case = replace(case, run=replace(case.run, layout=layout))
 
-    def walked_alone(case):  # what runs show as well, a hundred times as fast
+    def walked_alone(case):  # runs show the same, but take a hundred times as long
         return replace(certificate.Compared(case=case), findings=walk_run(case.run).findings)
 
     from mtx.certify.step import walk_run
@@ -220,8 +220,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 
 def test_each_collective_has_a_channel_of_its_own():
-    """On one, XLA's CPU runtime takes devices at different collectives for those of the same: it
-    ended `mtx certify miniature --seed 61` in case 15."""
+    """On a shared channel, XLA's CPU runtime takes devices in different collectives to be in the
+    same: that ended `mtx certify miniature --seed 61` in case 15."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     both = jax.shard_map(
         lambda a: jax.lax.psum(jax.lax.all_gather(a, "x"), "x"), mesh=mesh, in_specs=P("x"),
@@ -234,7 +234,7 @@ def test_each_collective_has_a_channel_of_its_own():
 
     with own_channels():
         assert len(set(channels())) == 2
-    assert len(set(channels())) == 1  # as JAX has it: where that changes, own_channels can go
+    assert len(set(channels())) == 1  # JAX's default: if that changes, own_channels can go
 
 
 ABORTS = """
@@ -287,7 +287,7 @@ def test_choices_that_rounding_decides_are_found():
     assert found(config, scores) == [1]
     four = replace(config, choices=4)
     assert found(four, scores) == [0]  # both are chosen
-    assert found(replace(four, capacity=1.0), scores) == [1]  # and which is first counts
+    assert found(replace(four, capacity=1.0), scores) == [1]  # and it matters which is first
     scores[2, 6] = 7 * (1 + 4 * NEAR)
     assert found(config, scores) == [0]
 

@@ -1,4 +1,4 @@
-"""The walker's rules: small programs whose sums are right, and such whose sums are not."""
+"""The walker's rules, on small programs with right and with wrong sums."""
 
 import random
 from dataclasses import replace
@@ -24,7 +24,7 @@ WHOLE = P()
 
 
 def found(f, *arguments, out=WHOLE):
-    """What the walker says of a function of (global shape, spec) each."""
+    """(axis, finding) of the walker for a function; arguments: (global shape, spec) each."""
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape, _ in arguments]
     mapped = jax.shard_map(
         f, mesh=MESH, in_specs=tuple(spec for _, spec in arguments), out_specs=out,
@@ -229,7 +229,7 @@ def drop(x, *numbers):
 
 
 def drop_by_one_of_two(x, scale):
-    """Masks that wait here or there, of which one comes back."""
+    """Two masks, one of which is used."""
     here, there = (mask_of(x, lax.axis_index("data"), number) for number in range(2))
     return jnp.where(lax.select(scale[0] > 0, here, there), x, 0)
 
@@ -289,14 +289,14 @@ def test_steps_at_full_size_have_no_finding(name, devices, layout):
     assert bool(walked.mixed) == (layout.get("weave") == "on")
 
 
-# -- what is said to be the same is the same -------------------------------------------------------
+# -- values typed `same` are the same --------------------------------------------------------------
 
 SIZES = {"data": 2, "tensor": 4}
 PLACES = tuple(SIZES)
 
 
 def _random_ops(seed: int, count: int = 14):
-    """A function of local arrays [4, 4], made of random operations, collectives among them."""
+    """A function of local arrays [4, 4], made of random operations, including collectives."""
     rng = random.Random(seed)
     pairs = (jnp.add, jnp.multiply, jnp.matmul, lambda a, b: jnp.where(a > b, a, b))
     steps = []
@@ -339,8 +339,8 @@ def _random_ops(seed: int, count: int = 14):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_what_is_said_to_be_the_same_is_the_same(seed):
-    """Random programs, run on eight devices: along an axis on which a value is typed `same` all
-    devices hold the same."""
+    """Random programs run on eight devices: all devices along an axis on which a value is typed
+    `same` hold the same value."""
     mesh = jax.make_mesh(tuple(SIZES.values()), PLACES, axis_types=(AxisType.Auto,) * 2)
     specs = P(), P("data", None), P(None, "tensor"), P(PLACES, None)
     shapes = (4, 4), (8, 4), (4, 16), (32, 4)

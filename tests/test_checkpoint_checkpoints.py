@@ -1,4 +1,4 @@
-"""Checkpoints: any layout reads what any other wrote, and what is not whole does not count."""
+"""Checkpoints: any layout reads what any other wrote, and incomplete ones do not count."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(one, other) -> None:
 
 
 def random_state(trainer: Trainer) -> tuple[TrainState, dict]:
-    """After three steps, one of them skipped; and its parameters and moments in model order."""
+    """(state after three steps, one of them skipped; its parameters and moments in model order)"""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     arrays = {
@@ -63,7 +63,7 @@ def random_state(trainer: Trainer) -> tuple[TrainState, dict]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A state that was saved while something else took its place in memory."""
+    """A state that was saved while other arrays took over its memory."""
     trainer = Trainer(RUN)
     state, arrays = random_state(trainer)
     host = jax.device_get(jax.tree.map(jnp.copy, state))
@@ -104,7 +104,7 @@ def test_same_layout_is_bit_for_bit_the_same(saved):
         Layout(),
         Layout(pipe=4, tensor=2),
         Layout(data=2, pipe=2, virtual=2, schedule="gpipe"),
-        Layout(data=3, tensor=2),  # 32 is no multiple of 3: masters are padded
+        Layout(data=3, tensor=2),  # 32 is not a multiple of 3: masters are padded
         Layout(data=3, pipe=2, stage_layers=(1, 3), sequence_parallel=False),
     ],
     ids=str,
@@ -149,7 +149,7 @@ def test_orbax_alone_reads_it(saved):
 
 
 def test_nothing_in_it_is_executable(saved):
-    """Raw numbers and JSON: what an unpickler would take is nowhere."""
+    """It has only raw numbers and JSON, nothing for an unpickler."""
     for path in sorted((saved.directory / "3").iterdir()):
         if path.suffix != ".bin" and path.name != "commit_success.txt":
             json.loads(path.read_bytes())
@@ -207,7 +207,7 @@ def test_the_newest_are_kept(saved, copied):
 
 
 def test_an_old_one_that_cannot_be_deleted(saved, copied, monkeypatch):
-    """The new one is whole, one line tells of the old one, and the next save deletes it."""
+    """The new one is complete, one line reports the old one, and the next save deletes it."""
     state = saved.checkpoints.restore(saved.trainer)
     lines = []
     checkpoints = Checkpoints(copied, keep=1, say=lines.append)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, full disks and foreign directories: named, and the last good one stays."""
+"""Damaged checkpoints, full disks and foreign directories are named; the last good one stays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(checkpoints: Checkpoints, trainer: Trainer, state, step: int):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The steps 1 and 2, the same but for their numbers."""
+    """Steps 1 and 2, which differ only in their numbers."""
     trainer = Trainer(RUN)
     state = trainer.init()
     with Checkpoints(tmp_path_factory.mktemp("run")) as checkpoints:
@@ -52,7 +52,7 @@ def copied(saved, tmp_path):
 
 
 def arrays(state) -> list:
-    """All but the numbers of steps."""
+    """All arrays except step numbers."""
     return [state.params, *(optax.tree_utils.tree_get(state.moments, n) for n in ("mu", "nu"))]
 
 
@@ -61,12 +61,12 @@ def found(checkpoints: Checkpoints) -> tuple[int | None, list[str]]:
     return checkpoints.find(said.append), said
 
 
-# -- what is not what was written ------------------------------------------------------------------
+# -- files that differ from what was written -------------------------------------------------------
 
 
 def test_a_flipped_bit_anywhere_is_caught_or_does_no_harm(saved, copied):
-    """In every file of a checkpoint, at random places: either it is named, or all that can be read
-    is the same."""
+    """In every file of a checkpoint, at random places: either it is named, or everything that can
+    be read is unchanged."""
     rng = random.Random(0)
     files = sorted((copied.directory / "2").iterdir())
     assert {file.name for file in files} >= {
@@ -141,7 +141,7 @@ def test_the_one_before_it_is_found_and_the_damaged_one_set_aside(saved, copied)
     ]
     assert found(copied) == (1, [])
     (copied.directory / "1" / "run.json").unlink()
-    for _ in range(2):  # nor does it start anew the next time
+    for _ in range(2):  # nor does it start over the next time
         with pytest.raises(UserError) as error:
             copied.find(said.append)
         assert names(error, copied.directory)
@@ -165,7 +165,7 @@ def test_the_oldest_is_trusted_whatever_it_led_to(copied):
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "arrays.0.bin"])
 def test_what_may_not_be_read_is_no_damage(saved, copied, name, monkeypatch):
-    """The tests may be run by root, who may read everything."""
+    """Refused by a patch, since root, who may run the tests, can read everything."""
     real_open, real_read = os.open, Path.read_bytes
 
     def refuse(path) -> None:
@@ -201,7 +201,7 @@ def test_directories_named_as_steps(saved, copied):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MiB, where this user may mount one."""
+    """A disk of 1 MiB, if this user may mount one."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
@@ -266,7 +266,7 @@ def test_a_failure_in_the_background_is_told_between_steps(saved, tmp_path, monk
 
 
 def test_a_step_that_is_saved_anew(saved, tmp_path, monkeypatch):
-    """The old one counts until the new one is whole, whoever asks in between."""
+    """The old one counts until the new one is complete, for anyone who asks in between."""
     state = jax.device_put(saved.state, saved.trainer.shardings(saved.trainer.states.specs))
     checkpoints, go_on = Checkpoints(tmp_path), threading.Event()
     save(checkpoints, saved.trainer, state, 1)

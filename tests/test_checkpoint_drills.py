@@ -1,4 +1,4 @@
-"""Short forms of the drills: kills while it saves, and other numbers of processes."""
+"""Short forms of the drills: kills during saves, and other numbers of processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 DRILLS = Path(__file__).parent / "drills"
-sys.path.insert(0, str(DRILLS))  # they are scripts, and no package
+sys.path.insert(0, str(DRILLS))  # they are scripts, not a package
 
 import restore_matrix  # noqa: E402
 
@@ -25,7 +25,7 @@ def test_kills_while_it_saves():
 
 
 def test_one_process_and_two_read_each_other(tmp_path):
-    """One writes on a layout of its own, two read and write on others, one reads."""
+    """One writes on its layout, two read and write on others, one reads."""
     trainer = restore_matrix.trainer_of(restore_matrix.layouts()[3])
     restore_matrix.write(tmp_path, trainer, "origin")
     restore_matrix.run_group("relay", tmp_path, 2, 2)

@@ -1,8 +1,8 @@
 """Checkpoints of earlier formats, under tests/data, as the code of their time wrote them: they
-are restored bit for bit on other layouts, and training goes on with the losses of then.
+are restored bit for bit on other layouts, and training continues with the losses of that time.
 
 tests/data/format_2/{gpt,bert}: two steps, on data=2, pipe=2, of commit 9975e14; expected.json has
-the digests of all canonical arrays, by their names of then, and the losses of the next two steps.
+the digests of all canonical arrays, by their old names, and the losses of the next two steps.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ def test_format_2_is_restored_bit_for_bit_on_another_layout_and_trains_on(family
 
 
 def test_what_format_2_holds_is_still_checked(copied):
-    """By its fingerprints of then, turned into those of today's names."""
+    """By its old fingerprints, converted to those of today's names."""
     checkpoints = Checkpoints(copied)
     block = checkpoints.manifest().catalog["mu.embed.tokens"].blocks[0]
     with (copied / "2" / block.file).open("r+b") as file:

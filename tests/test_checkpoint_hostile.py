@@ -1,4 +1,4 @@
-"""Manifests whose checksum is right and whose values are not: named in a line, or harmless."""
+"""Manifests with right checksums and wrong values are named in one line, or harmless."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UP = f"params.{PATH}"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Steps 1 and 2 of a state whose arrays differ all from each other, in several blocks each."""
+    """Steps 1 and 2 of a state whose arrays all differ from each other, in several blocks each."""
     trainer = Trainer(RUN)
     count = iter(range(1, 1000))
     state = jax.tree.map(
@@ -58,12 +58,12 @@ def copied(saved, tmp_path):
 
 
 def values_of(checkpoints: Checkpoints) -> dict:
-    """What the newest one's manifest says."""
+    """The values of the newest checkpoint's manifest."""
     return json.loads((checkpoints.directory / "2" / "checkpoint.json").read_bytes())["manifest"]
 
 
 def write(checkpoints: Checkpoints, values: object) -> None:
-    """Writes it anew, with the checksum that belongs to it."""
+    """Rewrite the newest checkpoint's manifest, with a matching checksum."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     path = checkpoints.directory / "2" / "checkpoint.json"
@@ -71,7 +71,7 @@ def write(checkpoints: Checkpoints, values: object) -> None:
 
 
 def damage(saved, checkpoints: Checkpoints) -> str | None:
-    """What restoring the newest one says in a line; None where it gives what was saved."""
+    """The one-line error of restoring the newest checkpoint; None if it gives the saved values."""
     try:
         restored = jax.device_get(checkpoints.restore(saved.trainer, 2))
     except UserError as error:
@@ -86,7 +86,7 @@ def damage(saved, checkpoints: Checkpoints) -> str | None:
 
 
 def one_block_twice(values: dict) -> None:
-    """Its fingerprint made the sum of what is listed."""
+    """With a fingerprint that is the sum over the blocks listed."""
     array = values["arrays"][UP]
     array["blocks"][-1] = array["blocks"][0]
     total = sum(int(block[4], 16) for block in array["blocks"])
@@ -139,7 +139,7 @@ def own_fingerprint(values: dict) -> None:
 
 
 def set_in(*path: object) -> Callable[[dict], None]:
-    """Puts the last at the place that the others lead to."""
+    """A change that puts the last argument at the path given by the others."""
     *way, last, new = path
 
     def change(values: dict) -> None:
@@ -258,8 +258,8 @@ def places(node: object) -> list[tuple[object, object]]:
 
 
 def mutate(values: dict, rng: random.Random) -> None:
-    """One change somewhere: another value, one left out or twice, two swapped, a name of its own,
-    a number or a digit that is another."""
+    """Make one random change: replace, remove, duplicate or swap values, rename a key, or change a
+    number or a digit."""
     container, key = rng.choice(places(values))
     others = sorted(container) if isinstance(container, dict) else range(len(container))
     other, value = rng.choice(list(others)), container[key]
@@ -282,7 +282,7 @@ def mutate(values: dict, rng: random.Random) -> None:
 
 
 def test_no_mutation_gives_other_values(saved, copied):
-    """Restored bit for bit, or named in a line: never wrong, and never another exception."""
+    """Restored bit for bit or named in one line, but never wrong, and never another exception."""
     rng, sound = random.Random(25), values_of(copied)
     said = {}
     for number in range(300):
@@ -327,7 +327,7 @@ def test_no_mutation_gives_a_command_a_traceback(copied, command, statuses, caps
 
 
 def test_format_1_is_still_read(saved, copied):
-    """Its fingerprints had nothing of the array's name and dtype in them."""
+    """Its fingerprints did not depend on the array's name and dtype."""
     values = values_of(copied)
     values["format"] = 1
     for name, array in values["arrays"].items():
@@ -362,5 +362,5 @@ def test_a_checkpoint_without_one_moment_is_set_aside(copied):
     del values["arrays"]["nu.layers.block.mlp.up.w"]
     write(copied, values)
     said: list[str] = []
-    assert copied.find(said.append) == 1 and len(copied.aside()) == 1  # from the one before it
+    assert copied.find(said.append) == 1 and len(copied.aside()) == 1  # the previous one counts
     assert "layers.block.mlp.up.w has not the arrays" in said[0]

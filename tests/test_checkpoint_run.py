@@ -1,4 +1,4 @@
-"""A run whose disk is full for a while, and whose newest checkpoint is damaged, goes on."""
+"""A run continues if its disk is full for a while, and if its newest checkpoint is damaged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def events(run: RunConfig, kind: str) -> list[dict]:
 
 
 def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, full_disk):
-    """Even where the failure is not noticed before the next save is due."""
+    """Even if the failure is not noticed before the next save is due."""
     run = RunConfig(
         model=MODEL, global_batch=4, steps=4, save_every=1, eval_every=0, eval_batches=1,
         out=str(tmp_path / "run"),
@@ -43,7 +43,7 @@ def test_a_failed_save_costs_no_other(tmp_path, monkeypatch, caplog, full_disk):
     assert "NOT SAVED  step 3: no checkpoint can be written" in text
     assert [event["step"] for event in events(run, "save_failed")] == [3]
     assert Checkpoints(run.out).steps() == [2, 4]
-    assert not caplog.records  # Orbax's traceback, for one
+    assert not caplog.records  # such as Orbax's traceback
 
 
 @pytest.mark.parametrize("save_every, kept", [(2, [2]), (0, [])])

@@ -1,4 +1,4 @@
-"""Arrays in files: fingerprints that parts add up to, blocks, and regions across them."""
+"""Arrays in files: fingerprints that are sums over parts, blocks, and regions across blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_any_flipped_bit_shows(shape, data):
 
 @pytest.mark.parametrize("values", [np.arange(4096), np.float32([0, 1, -1, 0.5] * 1024)])
 def test_swaps_signs_and_shifts_show(values):
-    """Changes that leave a plain sum, or one with regular factors, as it was."""
+    """Even changes that keep a plain sum, or one with regular factors, as it was."""
     values = values.astype(np.float32).reshape(8, 16, 32)
     arrays = [values]
     for axis in range(3):

@@ -28,7 +28,7 @@ TINY = [
     "--model.hidden", "32", "--model.sequence", "16", "--eval-batches", "1", "--global-batch", "4",
     "--layout.microbatch", "1",
 ]  # fmt: skip
-ENVIRONMENT = {  # of a process of its own: nothing of the user's, and the tests' cache
+ENVIRONMENT = {  # of a separate process: nothing of the user's, and the tests' cache
     "PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "ascii",
     "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
 }  # fmt: skip
@@ -41,7 +41,7 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 def run(*arguments: str) -> int:
-    """`main`, where tyro leaves after its help as well."""
+    """The status of `main`, even if tyro exits after its help."""
     try:
         return main(arguments)
     except SystemExit as exit:
@@ -93,7 +93,7 @@ def test_help_of_a_command_by_name(capsys):
 
 @pytest.fixture(scope="module")
 def table():
-    """Everything that may stand on a command line."""
+    """Everything that is allowed on a command line."""
     return list(rows(with_actions()))
 
 
@@ -108,7 +108,7 @@ def test_every_option_has_a_line_of_help(table):
 def test_what_several_commands_have_means_one_thing(table):
     taking = {(row.command, flag): row.takes for row in table for flag in row.flag.split()}
     without = {row.command for row in table} - {command for command, _ in taking if _ == "--json"}
-    # `mtx train` writes log.jsonl as it goes on, and `mtx launch` has nothing to say of its own.
+    # `mtx train` writes log.jsonl as it runs, and `mtx launch` prints nothing itself.
     assert without == {"", "data", "checkpoint", "train", "launch", "completion"}
     for (command, flag), takes in taking.items():
         assert takes == {"--json": "", "--out": "1", "--draw": "1"}.get(flag, takes), command
@@ -131,7 +131,7 @@ def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
 
 
 def test_what_computes_nothing_loads_no_jax(capsys):
-    """Nor does what has been counted before: the presets' parameters."""
+    """Nor do values that have been counted before: the presets' parameters."""
     ask._answer.cache_clear()
     assert run("presets") == 0
     code = """if True:
@@ -200,7 +200,7 @@ def test_a_short_name_is_the_layout_s_field_in_every_command(table):
         "--layout.pipe", "4", "--layout.virtual", "1", "--layout.data", "1", "--data.path", "a.txt"
     )
     assert parsed("--pipe", "1", "--layout.pipe=1", "--virtual", "2").run.layout.pipe == 1
-    # --dtype is a short name, too, but where it is a command's own.
+    # --dtype is a short name too, except where it is a command's own option.
     dtypes = {row.command: row.flag.split() for row in table if "--dtype" in row.flag.split()}
     assert {n for n, flags in dtypes.items() if flags == ["--dtype"]} == {
         "convert", "checkpoint export"
@@ -222,7 +222,7 @@ def test_without_options_it_is_the_preset():
 
 # --- mistakes -------------------------------------------------------------------------------------
 
-# Of each command line: what the one line of its refusal must name.
+# For each command line, what the one line that refuses it must name.
 MISTAKES = {
     "shedule": "command | shedule | did you mean 'schedule' | checkpoint",
     "sched": "sched | did you mean 'schedule'",
@@ -352,7 +352,7 @@ def test_every_ending_has_its_status(capsys):
     "import mtx.cli; mtx.cli.main = lambda: 130",  # and while JAX computes, beneath the command
 ])  # fmt: skip
 def test_an_interrupted_command_ends_at_once(line):
-    """Without a traceback, and without the interpreter's end, which threads of JAX may crash in."""
+    """Without a traceback or the interpreter's shutdown, in which threads of JAX may crash."""
     code = f"""
 import atexit, sys
 from importlib.abc import MetaPathFinder
@@ -373,7 +373,7 @@ run()
 
 
 def test_an_added_file_that_is_refused_ends_in_a_line():
-    """As a file of schedules without its table is, when commands are imported."""
+    """A file of schedules without its table is refused when commands are imported."""
     code = """
 import pkgutil
 from mtx.__main__ import run
@@ -412,7 +412,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     process.stderr.close()
 
 
-# --- what the commands that compute nothing print -------------------------------------------------
+# --- output of the commands that compute nothing --------------------------------------------------
 
 
 def test_plan_is_that_of_the_paper_s_largest_model(capsys):

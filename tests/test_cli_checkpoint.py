@@ -61,7 +61,7 @@ def test_list(saved, damaged, capsys):
     assert all(line.endswith("complete") for line in lines[1:])
     (damaged / "checkpoints" / "10" / "run.json").write_text("{}")
     (damaged / "checkpoints" / "40.aside").mkdir()
-    (damaged / "checkpoints" / "x.aside").mkdir()  # of somebody else
+    (damaged / "checkpoints" / "x.aside").mkdir()  # somebody else's
     (damaged / "checkpoints" / "50.aside.txt").touch()
     assert main(["checkpoint", "list", str(damaged), "--json"]) == 0
     states = {row["step"]: row["state"] for row in json.loads(capsys.readouterr().out)}
@@ -160,7 +160,7 @@ def blocks_of_the_page() -> list[str]:
 
 
 def without_mtx(code: str, *arguments: object) -> str:
-    """What a program prints that can import nothing of ours."""
+    """The output of a program that cannot import mtx."""
     program = f"import sys\nsys.modules['mtx'] = None\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True,
@@ -213,7 +213,7 @@ def test_every_array_of_the_page_is_there(saved):
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("float32", True), ("bfloat16", False)])
 def test_orbax_alone_reads_an_export(saved, tmp_path, dtype, optimizer):
-    """In a process that cannot import mtx, by the lines of the page."""
+    """In a process that cannot import mtx, with the code of the page."""
     out, found = tmp_path / "shared", tmp_path / "found.npz"
     arguments = ["checkpoint", "export", str(saved[0]), "--out", str(out), "--format", "orbax"]
     assert main([*arguments, "--dtype", dtype, *["--optimizer"] * optimizer]) == 0

@@ -1,4 +1,4 @@
-"""`mtx completion`: real shells complete what is typed into them."""
+"""`mtx completion`: real shells complete typed text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEGIN = {
     "bash": "source ./script\nbind 'set bell-style none'\nPS1=\n",
     "zsh": "autoload -U compinit && compinit -u -d dump\nsource ./script\nunsetopt beep\nPS1=\n",
 }
-# What is typed, with a tab for each word that the shell is to finish: what mtx is then run with.
+# Typed text, with a tab for each word that the shell has to complete: the arguments mtx then gets.
 TYPED = {
     "mtx sched\t": "schedule",
     "mtx chec\tverif\tbo\t": "checkpoint verify book.txt",
@@ -48,7 +48,7 @@ TYPED = {
 
 @pytest.fixture(scope="module")
 def scripts():
-    """What the command prints for each shell, from one table."""
+    """The command's output for each shell, from one table."""
     commands = with_actions()
     table = list(rows(commands))
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ def shell(request, tmp_path, monkeypatch, scripts):
 
 
 def test_a_shell_completes_what_is_typed(shell):
-    """In a terminal; mtx is a function there that says what it was called with."""
+    """In a terminal, where mtx is a function that writes down its arguments."""
     typed = [BEGIN[shell], 'mtx() { echo "<$*>" >> ran; }\n', *(f"{line}\n" for line in TYPED)]
     ours, theirs = pty.openpty()
     environment = {"PATH": os.environ["PATH"], "HOME": os.getcwd(), "TERM": "dumb", "LC_ALL": "C"}
@@ -77,7 +77,7 @@ def test_a_shell_completes_what_is_typed(shell):
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    giving_up = threading.Timer(300, process.kill)  # of a shell that asks a question
+    giving_up = threading.Timer(300, process.kill)  # on a shell that asks a question
     giving_up.start()
     os.write(ours, "".join([*typed, "exit\n"]).encode())
     shown = b""
@@ -97,7 +97,7 @@ OFFERED = {
     "mtx data ": "build inspect merge split index neighbours tokenizer",
     "mtx help checkpoint ": "list inspect verify export",
     "mtx plan --layout.recompute ": "around_attention full none selective",
-    # As bash cuts --recompute=.
+    # As bash splits --recompute=.
     "mtx train --layout.recompute = ": "around_attention full none selective",
     "mtx plan --target tpu": "tpu-v5p tpu-v5e tpu-v6e",
     "mtx train --model.layers ": "",

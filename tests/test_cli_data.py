@@ -16,7 +16,7 @@ from mtx.data.indexed import IndexedDataset
 
 @pytest.fixture(autouse=True)
 def corpus(tmp_path, monkeypatch):
-    """Works in an empty folder with ten short documents."""
+    """The current folder, empty except for ten short documents."""
     monkeypatch.chdir(tmp_path)
     records = [json.dumps({"text": "word " * (i + 1)}) for i in range(10)]
     (tmp_path / "docs.jsonl").write_text("\n".join(records))
@@ -24,7 +24,7 @@ def corpus(tmp_path, monkeypatch):
 
 
 def run(*arguments: str) -> int:
-    """As `main` runs it, where tyro leaves after its help as well."""
+    """The status as from `main`, even if tyro exits after its help."""
     try:
         return exit_status(lambda: data_command(list(arguments)))
     except SystemExit as exit:
@@ -141,7 +141,7 @@ def test_index_builds_what_a_run_then_finds(capsys, corpus, monkeypatch):
     assert valid.startswith("valid      ") and cache == f"cache      {corpus}/index_cache"
     entries = sorted(corpus.glob("index_cache/*"))
     assert len(entries) == 2
-    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it is not called any more
+    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it must not be called again
     data = load_data(run_config)
     assert len(data.train) == 11
     moved = DataConfig(path=("c_text_document",), split="8,2", seed=3, cache="elsewhere")

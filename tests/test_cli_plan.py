@@ -1,4 +1,4 @@
-"""`mtx plan`: what it chooses and says, its JSON, its files, and what it refuses in one line."""
+"""`mtx plan`: what it chooses and prints, its JSON, its files, and what it refuses in one line."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_scatter_gather_and_zero_change_the_prediction(capsys):
 
 
 def test_the_optimizers_state_is_counted(capsys):
-    """Lion keeps one array of moments where AdamW has two; a search counts as a plan does."""
+    """Lion keeps one array of moments, AdamW two; a search counts them as a plan does."""
     searched = "gpt-1.7b --search --data 8 --pipe 1 --microbatch 2 --layout.schedule 1f1b"
     for base in ("gpt-1.7b", searched):
         adamw, lion = (numbers(capsys, f"{base}{name}") for name in ("", " --optimizer.name lion"))
@@ -140,7 +140,7 @@ def test_the_optimizers_state_is_counted(capsys):
 
 
 def test_another_number_of_gpus_opens_the_layout(capsys):
-    """The command of the README; in seconds, with the reasons."""
+    """The README's command; takes seconds, and gives the reasons."""
     plan = numbers(capsys, "gpt-175b --gpus 1024 --target a100-80gb --global-batch 1536")
     assert plan["gpus"] == 1024 and plan["fits"] and plan["global_batch"] == 1536
     ranked = plan["search"]["ranked"]
@@ -196,7 +196,7 @@ def test_sizes_of_another_family(capsys):
 
 
 def test_sizes_with_an_odd_number_of_gpus(capsys):
-    """The batch is one that 96 = 3 * 32 GPUs can share."""
+    """The batch can be divided over 96 = 3 * 32 GPUs."""
     plan = numbers(capsys, "--model.hidden 6144 --model.layers 40 --gpus 96")
     assert plan["global_batch"] % 3 == 0 and plan["gpus"] == 96
     whole = numbers(capsys, "--model.hidden 6144 --model.layers 40 --data 2 --pipe 2 --tensor 2")
@@ -224,7 +224,7 @@ def test_a_run_is_planned_by_its_folder(capsys):
 
 
 def test_a_plan_is_trained_on_what_is_named(capsys, few_presets):
-    """Not on the text that Python carries, and not in bytes, unless that is said."""
+    """Not on the text that comes with Python, and not in bytes, unless asked for."""
     numbers(capsys, "gpt-18b --gpus 64 --target h100 --save best.toml")
     text = Path("best.toml").read_text()
     Path("book.txt").write_text("one two three " * 20_000)
@@ -260,7 +260,7 @@ def test_a_picture_is_drawn(capsys, empty_directory):
 
 # --- mistakes -------------------------------------------------------------------------------------
 
-# Of each line of the command: what the one line of its refusal must name.
+# For each command line, what the one line that refuses it must name.
 MISTAKES = {
     "gpt-2t": "gpt-2t | did you mean",
     "gpt-1t --target a100": "a100 | did you mean | a100-",

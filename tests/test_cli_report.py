@@ -113,7 +113,7 @@ def test_losses_of_some_models_alone_are_said_where_they_are(run, capsys):
 
 @pytest.mark.parametrize("records", [LOG[:1], LOG[:3]])
 def test_what_is_not_known_is_said_with_its_reason(records, tmp_path, capsys):
-    """Of a run that has just begun, and of one whose steps tell only their time and loss."""
+    """For a run that has just begun, and for one whose steps log only their time and loss."""
     write_log(tmp_path, records, to_dict(RUN))
     page, picture = str(tmp_path / "report.html"), str(tmp_path / "report.svg")
     assert main(["report", str(tmp_path), "--out", page, "--draw", picture]) == 0
@@ -158,7 +158,7 @@ def test_the_page_holds_all_pictures_each_narrow_enough_for_a_telephone(run):
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(pictures) == len(PANELS)
     for picture in pictures:
-        # 420 px less the margins, over as many points: text of 8 points is 9 px or more.
+        # 420 px minus the margins, over as many points: text of 8 points is at least 9 px.
         assert float(ElementTree.fromstring(picture).get("viewBox").split()[2]) * 9 / 8 <= 388
     for words in PICTURED:
         assert words in "".join(pictures)

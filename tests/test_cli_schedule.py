@@ -24,7 +24,7 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 def run(*arguments: str) -> int:
-    """`main`, where tyro leaves after its help as well."""
+    """The status of `main`, even if tyro exits after its help."""
     try:
         return main(["schedule", *arguments])
     except SystemExit as exit:
@@ -226,7 +226,7 @@ def test_compare_lists_every_schedule_with_both_prices_or_the_reason(capsys):
 
 
 def test_compare_fits_a_terminal(monkeypatch, capsys):
-    """Reasons stand below the numbers where there is no room behind them."""
+    """Reasons are printed below the numbers if there is no room after them."""
     asked = ["compare", "--pipe", "4", "--microbatches", "8"]
     assert run(*asked) == 0
     head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
@@ -252,7 +252,7 @@ def test_compare_as_json_and_within_a_memory_limit(capsys):
     assert run("auto", *limit, "--json") == 0
     best = json.loads(capsys.readouterr().out)
     uncut = next(r for r in fitting if r["slices"] == 1 and not r["for_comparison"])
-    assert {key: uncut[key] for key in best} == best  # slices are tried where they are asked for
+    assert {key: uncut[key] for key in best} == best  # slices are tried if they are asked for
     assert run("auto", *limit) == 0
     assert f"chosen         {best['schedule']}" in capsys.readouterr().out
 
@@ -270,7 +270,7 @@ def test_help_names_every_schedule_and_its_source(capsys):
         assert re.search(rf"^  {name} +\S", out, re.MULTILINE) and maker.source in out
 
 
-# Of each line of the command: what the one line of its refusal must name.
+# For each command line, what the one line that refuses it must name.
 MISTAKES = {
     "gpip": "gpip | did you mean 'gpipe'",
     "zb-h3": "zb_h3 | did you mean 'zb_h",

@@ -1,4 +1,4 @@
-"""The reader of XLA's buffer assignment, on a text in which all that matters occurs once."""
+"""The reader of XLA's buffer assignment, on a text in which everything relevant occurs once."""
 
 from mtx.compile.buffers import largest_buffers, read_places
 from mtx.compile.hlo import read_program
@@ -42,7 +42,7 @@ def test_places_do_not_overlap_and_the_largest_come_first():
     assert [(place.bytes, place.parameter) for place in places] == [
         (6000, None), (4000, 1), (3000, None), (2000, None), (64, None), (8, None),
     ]  # fmt: skip
-    # The tuple is no array; fusion.3 lies across two places and is not counted a second time.
+    # The tuple is not an array; fusion.3 spans two places and is not counted twice.
     assert [tenant.name for tenant in places[3].tenants] == ["fusion.1", "fusion.2"]
     assert sum(place.bytes for place in places if place.parameter is None) <= 12000 + 64 + 8
 

@@ -1,7 +1,7 @@
-"""What attention over `context` sends and computes, against counts by hand.
+"""Communication and computation of attention over `context`, against counts by hand.
 
 Legend: N positions of all sequences · c devices · u of them that share sequences by heads · d the
-width of keys or values, of queries heads/kv_heads times as much
+width of keys or values; queries are heads/kv_heads times as wide
 """
 
 from collections import Counter
@@ -36,14 +36,14 @@ def model_of(kv_heads):
 
 
 def ring_bytes(nd, devices):
-    """(forward, backward): keys and values go round in N d each, of which a device sends what it
-    has to all others; backward they go again, and the sums of their gradients follow them."""
+    """(forward, backward): keys and values, N d each, go around the ring; each device's part goes
+    to all others. They go around again backward, followed by the sums of their gradients."""
     once = 2 * nd / C * (devices - 1) * FLOAT
     return once, 2 * once
 
 
 def all_to_all_bytes(nd, devices, heads_a_group):
-    """Each way: queries, keys, values and what comes of them, but for a device's own part."""
+    """Each way: queries, keys, values and attention's outputs, except a device's own part."""
     return (2 * heads_a_group + 2) * nd / C * (devices - 1) / devices * FLOAT
 
 
@@ -82,8 +82,8 @@ def test_bytes_over_context_are_those_of_the_closed_form(way, kv_heads, by_heads
 
 
 def blocks_run(monkeypatch, rules, segments_BS=None):
-    """[c] in a forward pass and in a backward pass: the pairs of chunks that each device has met,
-    those of a chunk with itself in parts of what its own mask leaves."""
+    """[c] for a forward and for a backward pass: the pairs of chunks that each device computed; a
+    chunk's pair with itself counts as the share that the mask leaves."""
     found = {"forward": np.zeros(C), "backward": np.zeros(C)}
 
     def counted(name, function):
@@ -131,7 +131,7 @@ def blocks_run(monkeypatch, rules, segments_BS=None):
 
 
 def visible(rules, segments_S=None):
-    """bool [c, 2, 2c, n, n]: what the queries of each device's chunks see of each chunk's keys."""
+    """bool [c, 2, 2c, n, n]: which keys of each chunk the queries of each device's chunks see."""
     place = np.arange(SEQUENCE)
     seen = place[:, None] >= place[None]
     if rules.window is not None:
@@ -152,7 +152,7 @@ def test_every_device_computes_the_pairs_that_it_sees_and_all_as_many(monkeypatc
 
 @pytest.mark.parametrize("window", [4, 7, 13])
 def test_a_window_costs_every_device_a_chunk_more_than_it_sees_at_most(monkeypatch, window):
-    """Of either of its chunks, beside the first ones of a sequence, which see less."""
+    """For either of its chunks; the first ones of a sequence see less."""
     rules = Scores(window=window)
     seen = visible(rules).sum(axis=(2, 3, 4)) / (SEQUENCE // (2 * C)) ** 2
     for found in blocks_run(monkeypatch, rules):

@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on programs whose FLOPs and collectives are known by hand."""
+"""The reader of compiled programs, on programs with FLOPs and collectives counted by hand."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Texts of backends and versions that are not here: GPU, older and newer `replica_groups`."""
+"""Texts of backends and versions that are not installed: GPU, older and newer `replica_groups`."""
 
 import pytest
 from errors import names
@@ -140,8 +140,8 @@ def test_onednn_whichever_operand_is_transposed():
     assert program.matmul_flops() == 2 * 6 * 8 * 16 * 32
 
 
-# As XLA of jax 0.10 writes cuDNN's configuration, and as jax 0.12.0.1 compiled it for an H100:
-# with spaces, and more than the scores' shape nested in it.
+# cuDNN's configuration as XLA of jax 0.10 writes it, and as jax 0.12.0.1 compiled it for an H100:
+# with spaces, and with more nested in it than the scores' shape.
 FMHA_0_10 = (
     '{"cudnn_fmha_backend_config":{"algorithm":{"algo_id":"0"},'
     '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","8","64","64"],'
@@ -160,7 +160,7 @@ FMHA_0_12 = (
 
 @pytest.mark.parametrize("config", [FMHA_0_10, FMHA_0_12, FMHA_0_10.replace('"', '\\"')])
 def test_cudnn_attention_counts_the_full_square(config):
-    quoted = f'"{config}"' if "\\" in config else config  # as XLA wrote it before
+    quoted = f'"{config}"' if "\\" in config else config  # as XLA used to write it
     q, v = "bf16[2,64,8,32]{3,2,1,0}", "bf16[2,64,8,16]{3,2,1,0}"
     program = module(
         f"%q = {q} parameter(0)",
@@ -267,7 +267,7 @@ def test_a_permute_sends_its_operand_along_rings():
     assert join_pairs(((3, 2), (1, 0), (2, 1), (8, 9))) == ((0, 1, 2, 3), (8, 9))
 
 
-# -- TPU: matmuls are convolutions, loops do not say how often they run ----------------------------
+# -- TPU: matmuls are convolutions, loops do not state their trip counts ---------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,13 +279,13 @@ def test_a_permute_sends_its_operand_along_rings():
         # [64, 4*32] x [4*32, 48]: the contraction goes over the window's positions as well.
         ("[4,32,64]", "[4,32,48]", "[64,48,1]", "window={size=4}, dim_labels=0fb_0io->bf0",
          4 * 32 * 64 * 48),
-        # A batch of 2 products [64, 32] x [32, 48], each output meeting its own, in both ways.
+        # A batch of 2 products [64, 32] x [32, 48], each with its own output, written in both ways.
         ("[2,64,32]", "[2,32,48]", "[2,64,48]",
          "window={size=2 lhs_dilate=2}, dim_labels=0bf_0io->0bf", 2 * 64 * 32 * 48),
         ("[2,64,32]", "[2,32,48]", "[2,64,48]",
          "window={size=2 stride=2 pad=1_1 rhs_reversal=1}, dim_labels=0bf_0io->0bf",
          2 * 64 * 32 * 48),
-        # A true convolution: at the two ends one of three taps meets the padding.
+        # A real convolution: at both ends one of three taps meets the padding.
         ("[8,10,3]", "[3,3,5]", "[8,10,5]", "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
          8 * (10 * 3 - 2) * 3 * 5),
     ],

@@ -1,7 +1,7 @@
-"""What a compiled schedule hides of its collectives, on schedules whose seconds are known by hand.
+"""How much of its collectives a compiled schedule hides, on schedules with seconds counted by hand.
 
 Two stages of four tensor shards, a node each. A matmul takes 1 s, a gather over `tensor` 3 s, a
-send over `pipe` 2 s; memory is as good as free.
+send over `pipe` 2 s; memory takes practically no time.
 """
 
 from dataclasses import replace
@@ -73,7 +73,7 @@ def replay(*lines, **options):
     """{axes: (seconds, exposed)} of a program whose entry has these lines."""
     found = whole(*lines, **options)
     spent_s = sum(one.seconds for one in found.spent)
-    assert spent_s > found.step_s - 1e-6  # more, where there is a start without a done
+    assert spent_s > found.step_s - 1e-6  # more if there is a start without a done
     rows = found.exposures
     assert list(rows) == sorted(rows, key=lambda row: -row.exposed_s)
     return {
@@ -110,7 +110,7 @@ def test_collectives_on_one_link_wait_for_each_other_and_on_two_do_not():
     assert replay(*lines) == {("tensor",): (6, 3)}
     lines = (one, other, *matmuls(3), one_done, other_done)
     assert replay(*lines) == {("tensor",): (3, 0), ("pipe",): (2, 0)}
-    # A second is there once: what the first one's wait covers of the other is not exposed again.
+    # Each second counts once: what the first one's wait covers of the other is not exposed again.
     lines = (one, other, *matmuls(1), one_done, other_done)
     assert replay(*lines) == {("tensor",): (3, 2), ("pipe",): (2, 0)}
 
@@ -145,13 +145,13 @@ def test_a_loop_of_matmuls_covers_as_often_as_it_runs():
     assert replay(*lines, before=TEST + body, trip_counts=1.5) == {("tensor",): (3, 1.5)}
 
 
-@pytest.mark.parametrize("last", ["received", "left"])  # what is left counts as exposed
+@pytest.mark.parametrize("last", ["received", "left"])  # a send left in flight is exposed
 @pytest.mark.parametrize(
     ("order", "exposed"),
     [
         # Received before the matmul that follows: 1 send into the loop and 10 in it, each alone.
         (("done", "matmul", "start"), 11 * 2),
-        # The matmul of the next iteration stands beside it; after the last one nothing does.
+        # The matmul of the next iteration lies beside it; after the last one nothing does.
         (("matmul", "done", "start"), 10 * 1 + 2),
     ],
 )
@@ -192,13 +192,13 @@ def test_a_conditional_takes_the_mean_of_its_branches():
     assert replay(start, choice, done, before=before) == {("tensor",): (3, 1)}
     seldom = replay(start, choice, done, before=before, branch=lambda _: (0.75, 0.25))
     assert seldom == {("tensor",): (3, 2)}
-    # And a collective inside of one counts as often as the branch is taken.
+    # And a collective inside a branch counts as often as the branch is taken.
     gathers = computation("yes", *PARTS, start, *matmuls(1), done)
     assert replay(choice, before=gathers + rests) == {("tensor",): (1.5, 1)}
 
 
 def test_of_stages_that_differ_all_wait_for_the_longest_branch():
-    """What the others do is not counted, nor do their collectives keep a link busy."""
+    """The work of the others is not counted, nor do their collectives occupy a link."""
     (start, done), (inner, inner_done) = gather("g"), gather("h")
     works = computation("yes", *PARTS, *matmuls(4))
     gathers = computation("no", *PARTS, inner, inner_done)
@@ -246,7 +246,7 @@ def test_groups_of_one_device_take_no_time():
 def test_an_all_reduce_is_two_gathers_and_a_send_in_a_node_does_not_use_the_network():
     groups = "replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
     result = replay(f"%g = bf16[2000000]{{0}} all-reduce(%x), {groups}")
-    # Eight in two nodes, each with four cards, and links no faster than one: 2 x 4 MB x 7/8.
+    # Eight devices in two nodes of four cards each, with the slower links: 2 x 4 MB x 7/8.
     assert result == {("pipe", "tensor"): (7, 7)}
     near = "source_target_pairs={{0,1},{1,2},{2,3},{4,5}}"
     (one, one_done), (two, two_done) = gather("g"), send("s")
@@ -285,7 +285,7 @@ def test_matmuls_in_fusions_float8_and_fused_attention_have_their_rates():
     ],
 )
 def test_bytes_that_an_instruction_moves(lines, moved):
-    """Of a stack only the slice that is read or written counts, in fusions too."""
+    """Only the slice of a stack that is read or written counts, in fusions too."""
     parameters = (
         "%a = f32[8,16]{1,0} parameter(0)", "%u = f32[1,16]{1,0} parameter(1)",
         "%i = s32[] parameter(2)",
@@ -308,7 +308,7 @@ def test_bytes_that_an_instruction_moves(lines, moved):
 
 
 def test_the_costliest_is_neither_matmul_nor_collective():
-    """The same made in the same part of the step counts together; what a loop runs, as often."""
+    """Equal ops in the same part of the step count together; in a loop, as often as it runs."""
 
     def line(name, how, scope):
         named = f'metadata={{op_name="jit(step)/pipeline/{scope}/{how}"}}'
@@ -331,7 +331,7 @@ def test_the_costliest_is_neither_matmul_nor_collective():
 
 
 def test_a_tick_is_one_iteration_of_the_loop_that_takes_longest():
-    """To scale: 3 s over `tensor`, 2 matmuls beside them; then 1 s in a branch that is seldom."""
+    """To scale: 3 s over `tensor` with 2 matmuls beside it, then 1 s in a rarely taken branch."""
     start, done = gather("g")
     named = 'metadata={op_name="jit(step)/pipeline/while/body/head/cond/dot_general"}'
     often = computation("often", *PARTS)
@@ -360,7 +360,7 @@ def test_a_tick_is_one_iteration_of_the_loop_that_takes_longest():
 
 
 def test_a_matmul_takes_what_the_planner_says_of_its_sizes():
-    """Read off its shapes: in tiles and waves. Those in a batch are attention's."""
+    """Sizes are read off its shapes, in tiles and waves. Batched matmuls are attention's."""
     machine = Machine.of(hardware("h100"), mesh_shape=MESH)
     matmul = partial(
         matmul_s, hardware=machine.hardware, calibration=machine.calibration, dtype="bfloat16"

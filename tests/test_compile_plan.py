@@ -1,4 +1,4 @@
-"""Compiling for absent clusters: who compiles, what is read from it, and how failures are said."""
+"""Compiling for absent clusters: which compiler runs, what is read from it, how failures show."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ RUN = RunConfig(
 
 @functools.cache
 def stand_in() -> Compiled:
-    """Compiled for CPUs, since there is no compiler for that target; a few seconds."""
+    """Compiled for CPUs, since there is no compiler for this target; takes a few seconds."""
     return compile_plan(RUN, target="mi300x")
 
 
 def traffic(compiled: Compiled, kind: str, *axes: str):
-    """(executions, bytes sent) of that kind over those axes, in one step."""
+    """(executions, bytes sent) of this kind over these axes in one step."""
     rows = [row for row in compiled.collectives if (row.kind, row.axes) == (kind, axes)]
     return sum(row.count for row in rows), sum(row.bytes for row in rows)
 
@@ -65,7 +65,7 @@ def test_arguments_are_masters_moments_and_the_batch():
     batch = 3 * 4 * RUN.global_batch * MODEL.sequence // RUN.layout.data
     exactly = 12 * held // RUN.layout.data + batch
     assert compiled.arguments_bytes == pytest.approx(exactly, rel=0.01)
-    # Masters and moments are changed where they lie.
+    # Masters and moments are updated in place.
     assert compiled.alias_bytes == pytest.approx(12 * held / RUN.layout.data, rel=0.01)
     memory = predict_memory(MODEL, RUN.layout, RUN.global_batch, backend="xla")
     assert 0.5 < memory.total_bytes / compiled.total_bytes < 2
@@ -82,8 +82,8 @@ def test_collectives_of_a_step_are_those_of_the_formulas():
     assert traffic(compiled, "collective-permute", "pipe") == (
         2 * schedule.ticks, 2 * schedule.ticks * x_bytes,
     )  # fmt: skip
-    # Layers: gathers before attention and MLP, going forth and back, and dy's before each row-
-    # parallel layer, back; as many reduce-scatters forth, and dx's back.
+    # Layers: gathers before attention and MLP, in F and in B, and in B those of dy before each
+    # row-parallel layer; as many reduce-scatters in F, and dx's in B.
     layers = RUN.microbatches * MODEL.layers // layout.pipe
     m = RUN.microbatches
     gathers, gathered = traffic(compiled, "all-gather", "tensor")
@@ -120,8 +120,8 @@ def conditional(scope: str, *, predicate: bool = False, branches: int = 2) -> In
 
 
 def test_the_table_says_how_often_a_branch_is_taken():
-    """Two stages, four microbatches: 1F1B's first stage runs F in 4 of 6 ticks, and so the second;
-    the phase with F has 5 ticks, that with B as well."""
+    """Two stages, four microbatches: both stages of 1F1B run F in 4 of 6 ticks; the phase with F
+    has 5 ticks, and so has the phase with B."""
     layout = Layout(pipe=2, tensor=2, idle="skip")
     run = dataclasses.replace(RUN, layout=layout, global_batch=4)
     share = plan_compile.busy_shares(Trainer(run))
@@ -140,7 +140,7 @@ def test_branches_of_split_sharded_and_sliced_steps():
     run = dataclasses.replace(RUN, layout=layout, global_batch=8)
     share, trainer = plan_compile.busy_shares(Trainer(run)), Trainer(run)
     ticks = trainer.schedule.ticks
-    # Breadth first: every chunk once for F, once for B, and its gradients spent once.
+    # Breadth first: a chunk is gathered once for F and once for B, its gradients scattered once.
     for scope in ("all_gather", "B/all_gather", "B/reduce_scatter"):
         assert share(conditional(scope))[1] == pytest.approx(2 / ticks)
     split = dataclasses.replace(RUN, layout=Layout(pipe=2, schedule="zb_h1"), global_batch=4)
@@ -209,7 +209,7 @@ def test_cudnn_attention_is_compiled_where_its_library_is_there(monkeypatch):
     assert (compiler.attention, compiler.hint) == ("cudnn", "")
     assert "cuDNN's attention" in compiler.label
     for kernel, said in (("blocked", "in blocks"), ("sliced", "slices")):
-        compiler = find_compiler("h100", 8, kernel=kernel)  # of a model that it does not serve
+        compiler = find_compiler("h100", 8, kernel=kernel)  # of a model that cuDNN cannot run
         assert (compiler.attention, compiler.hint) == ("blocked", "") and said in compiler.label
     there.clear()
     compiler = find_compiler("h100", 8, kernel="cudnn")
@@ -253,7 +253,7 @@ def test_a_compiler_of_another_version_is_an_error(monkeypatch, tmp_path):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "nvidia/cu13/bin/ptxas").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for module in ("nvidia", "jax_plugins"):  # what is found here is not kept for other tests
+    for module in ("nvidia", "jax_plugins"):  # so that other tests do not find these
         monkeypatch.setitem(sys.modules, module, None)
     for module in [name for name in sys.modules if name.split(".")[0] in ("nvidia", "jax_plugins")]:
         monkeypatch.delitem(sys.modules, module)
@@ -342,7 +342,7 @@ def test_a_failure_is_one_line(code, stderr, reason):
 
 
 def fake_compiler(monkeypatch, *answers):
-    """The processes that `compile_plan` starts give these (code, stderr); returns their flags."""
+    """Let processes that `compile_plan` starts return these (code, stderr); returns their flags."""
     flags, answers = [], iter(answers)
 
     def run(command, *, input, env, **_):
@@ -385,7 +385,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 
 
 def compiled_for_gpus(script: str, *flags: str) -> str:
-    """What a script prints that compiles for GPUs, in a process of its own."""
+    """The output of a script that compiles for GPUs in its own process."""
     _, toolkit = plan_compiler._find_cuda()
     flags = " ".join([f"--xla_gpu_cuda_data_dir={toolkit}", *flags])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -398,7 +398,7 @@ def compiled_for_gpus(script: str, *flags: str) -> str:
 
 @pytest.mark.parametrize(("weave", "compiled"), [("auto", "off"), ("off", "off"), ("on", "on")])
 def test_what_a_plan_leaves_open_is_compiled_as_it_is_priced(weave, compiled, monkeypatch):
-    """As of a GPT on A100s, whose seconds are Megatron-LM's."""
+    """For a GPT on A100s, whose seconds are Megatron-LM's."""
     seen = []
     monkeypatch.setattr("mtx.compile.step._in_own_process", lambda run, *_: seen.append(run))
     run = preset("gpt-39b")
@@ -426,17 +426,17 @@ def test_a_gpu_that_is_not_there():
     assert memory.total_bytes == pytest.approx(compiled.total_bytes, rel=0.1)
     schedule = make("1f1b", microbatches=run.microbatches, stages=2)
     x_bytes = 2 * layout.microbatch * model.sequence * model.hidden // 2
-    # Between two stages x and dx go the same way round: XLA would send them together.
+    # Between two stages x and dx go in the same direction: XLA would send them together.
     sends = sum((p.forward + p.backward) * (p.stop - p.start) for p in schedule.phases)
     assert traffic(compiled, "collective-permute", "pipe") == (sends, sends * x_bytes)
     assert compiled.timeline
     estimate = {row.axes: row for row in compiled.timeline.exposures}
     assert {("tensor",), ("data",), ("pipe",)} <= estimate.keys()
     assert all(0 <= row.exposed_s <= row.seconds * (1 + 1e-9) for row in estimate.values())
-    # Some collectives over tensor stand beside matmuls, and some of the sends.
+    # Some collectives over tensor lie beside matmuls, and so do some of the sends.
     for axes in (("tensor",), ("pipe",)) if xla.version() >= xla.IN_PLACE else ():
         assert 0 < estimate[axes].exposed_s < 0.96 * estimate[axes].seconds
-        # B has weight gradients beside its scatters, and matmuls beside what it computes again.
+        # B has weight gradients beside its scatters, and matmuls beside the gathers it repeats.
         assert estimate["tensor",].exposed_s < 0.7 * estimate["tensor",].seconds
     assert compiled.timeline.step_s > sum(row.exposed_s for row in estimate.values())
 
@@ -460,14 +460,14 @@ print(Trainer(run, mesh=mesh).compile_step(mesh).as_text())
 @needs_gpu_compiler
 @pytest.mark.skipif(xla.version() < xla.IN_PLACE, reason="of jax 0.11 on")
 def test_weights_are_read_and_gradients_added_where_they_lie():
-    """No kernel copies a weight of a layer out of its stack, and none but a matmul adds to the sum
-    of its gradients."""
+    """No kernel copies a layer's weight out of its stack, and only matmuls add to the sum of its
+    gradients."""
     text = compiled_for_gpus(STEP)
     for dims in ("2048,1024", "1024,2048", "1024,3,4,128", "4,128,1024"):  # a device's part of each
         copies = rf"= bf16\[1,1,{dims}\]\S* (copy\(|fusion\([^\n]*kind=kLoop)"
         assert not re.search(copies, text), dims
         adds = re.findall(rf"= \(?f32\[2,2,{dims}\][^\n]*? fusion\([^\n]*", text)
-        # Some fusions do not say where they are from, but what is fused does.
+        # Some fusions do not say where they come from, but the fused ops do.
         inside = [text.split(f"\n%{re.search(r'calls=%([^, ]+)', add)[1]} (")[1] for add in adds]
         within = ["/pipeline/while/" in add + body.split("\n}")[0]
                   for add, body in zip(adds, inside)]  # fmt: skip
@@ -500,8 +500,8 @@ def test_float8_matmuls_are_cublas_own():
 @needs_gpu_compiler
 @pytest.mark.skipif(xla.version() < xla.IN_PLACE, reason="of jax 0.11 on")
 def test_float8_is_three_products_of_each_linear_layer():
-    """Four of them in a layer, and no other product: none of attention, embedding or head, and
-    none that is computed in 16 bits after all."""
+    """Four linear layers per block, and no other products: none of attention, embedding or head,
+    and none that is computed in 16 bits instead."""
     script = STEP.replace("vocab=8000", "vocab=8000, fp8='hybrid'")
     script = script.replace("virtual=2", "virtual=1").replace('idle="phases"', 'idle="skip"')
     text = compiled_for_gpus(script)  # one loop of ticks, with one of layers in F and one in B
@@ -509,12 +509,12 @@ def test_float8_is_three_products_of_each_linear_layer():
         r" custom-call\((.*?)\), .*__cublas\$lt\$matmul\$f8.*op_name=\"([^\"]*)", text
     )
     assert len(calls) == 12 == read_program(text).custom_calls()["__cublas$lt$matmul$f8"]
-    for operands, name in calls:  # which are two matrices and their scales: the product's is in it
+    for operands, name in calls:  # two matrices and their scales; the product's name is in it
         assert "scaled_dot" in name
         assert not all("constant" in each for each in operands.split(", ")[2:])
     assert sum("/F/" in name for _, name in calls) == 4
     assert not re.search(r" = \S+ (dot|scaled-dot)\([^\n]*scaled_dot", text)
-    for dims in ("2048,1024", "1024,2048", "1024,3,4,128", "4,128,1024"):  # added where they lie
+    for dims in ("2048,1024", "1024,2048", "1024,3,4,128", "4,128,1024"):  # added in place
         sums = re.findall(rf"= (\S+)\[1,4,{dims}\]\S* fusion\([^\n]*pipeline/while/", text)
         assert sums == ["f32"], dims
 

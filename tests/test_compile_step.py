@@ -1,4 +1,4 @@
-"""The closed forms against the training step as XLA compiles it: FLOPs, stash, communication."""
+"""The closed forms against the compiled training step: FLOPs, stash, communication."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ _BODY = re.compile(r"while/body/(?:closed_call/|eval_jaxpr/)?")  # of the loop o
 LLAMA = {"family": "llama", "kv_heads": 2, "ffn": 48, "tied": False}
 BERT = {"family": "bert"}
 POST = BERT | {"norm_placement": "post"}
-CASES = {  # changes of the model, and the layout
+CASES = {  # (changes to the model, layout)
     "residuals": ({}, dict(data=2, pipe=2, tensor=2)),
     "full, blocked attention": ({"sequence": 64}, dict(pipe=2, recompute="full")),
     "dropout, phases": (
@@ -97,7 +97,7 @@ def compiled(case: str):
 
 
 def branch_weights(trainer):
-    """For a conditional, the shares of the ticks that take its branches (idle, busy)."""
+    """A function of a conditional: the shares of ticks that take its branches (idle, busy)."""
     table, layout = trainer.schedule, trainer.run.layout
     backward = [phase for phase in table.phases if phase.backward or layout.idle != "phases"]
     head_ticks = sum(phase.stop - phase.start for phase in backward)
@@ -131,7 +131,7 @@ def test_a_step_executes_the_matmuls_and_keeps_the_stash_that_are_predicted(case
 
 
 def rings(trainer) -> dict[int, int]:
-    """Bytes of the rings from F to B and from B to W, by their slots."""
+    """Bytes of the rings from F to B and from B to W, by their number of slots."""
     run, table = trainer.run, trainer.schedule
     layers = trainer.placement.layer.shape[-1]
     layer = layer_residual_bytes(
@@ -145,9 +145,9 @@ def rings(trainer) -> dict[int, int]:
 
 
 def deferred_bytes(run: RunConfig) -> int:
-    """What waits for W of one layer: inputs and output gradients of its matmuls, in float32. The
+    """Bytes of one layer deferred to W: inputs and output gradients of its matmuls, in float32. The
     inputs of column layers are shards of the sequence, if it is sharded; the gradients of row
-    layers' outputs are whole; of all else a device has its part of the width."""
+    layers' outputs are whole; of everything else a device has its part of the width."""
     model, layout = run.model, run.layout
     if model.lora_rank:  # of the adapters' matmuls alone, as they are traced
         parts = {"tensor": layout.tensor, "sequence_parallel": layout.sequence_parallel}
@@ -155,7 +155,7 @@ def deferred_bytes(run: RunConfig) -> int:
         return total(cost.deferred, layout.microbatch)
     hidden, gated = model.hidden, model.family == "llama"
     projected = 3 * hidden
-    if gated:  # a device has one head of keys and values, if not more
+    if gated:  # a device has at least one head of keys and values
         projected = hidden + 2 * max(model.groups, layout.tensor) * model.head_size
     split = projected + hidden + (3 if gated else 2) * model.ffn_hidden
     inputs = 2 * hidden // (layout.tensor if layout.sequence_parallel else 1)
@@ -164,7 +164,7 @@ def deferred_bytes(run: RunConfig) -> int:
 
 
 def ring_bytes(trainer, program) -> int:
-    """What the loop over the ticks carries in arrays [slots, layers of a chunk, microbatch ...]."""
+    """Bytes that the loop over ticks carries in arrays [slots, layers of chunk, microbatch ...]."""
     layers = trainer.placement.layer.shape[-1]
     leading = [(slots, layers) for slots in rings(trainer)]
     loops = [
@@ -188,8 +188,8 @@ def collectives_of(case: str):
 
 
 def local_bytes(trainer, part: str, but: tuple[str, ...] = ()) -> int:
-    """Float32 parameters of one device, before `data` shards them: those that it can shard, but
-    for some names."""
+    """Bytes of one device's float32 parameters that `data` can shard, before it shards them, except
+    those with the names `but`."""
     shapes = jax.tree.leaves_with_path(trainer.states.param_shapes[part])
     others = (
         jax.tree.leaves(tree[part]) for tree in (trainer.states.param_specs, trainer.states.shards)
@@ -202,7 +202,7 @@ def local_bytes(trainer, part: str, but: tuple[str, ...] = ()) -> int:
 
 
 def shards(spec, sizes) -> int:
-    """The parts into which an array of that spec is cut."""
+    """The number of parts into which an array with this spec is split."""
     axes = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry]
     return math.prod(sizes[axis] for names in axes for axis in names)
 
@@ -211,7 +211,7 @@ def shards(spec, sizes) -> int:
     "case", ["residuals", "split", "split, vee", "sliced", "sharded over data"]
 )
 def test_what_crosses_stages_is_one_permute_a_tick_and_route(case):
-    """Of x, and of its gradient; with sequence parallelism 1/t of the sequence."""
+    """For x and for its gradient; 1/t of the sequence with sequence parallelism."""
     trainer, counts, sizes = collectives_of(case)
     table, layout = trainer.schedule, trainer.run.layout
     phases = [(phase.stop - phase.start, *phase[2:4]) for phase in table.phases]
@@ -237,8 +237,8 @@ def test_gradients_are_reduced_and_parameters_gathered_over_data_once_a_step():
 
 
 def test_a_breadth_first_table_gathers_each_chunk_once_for_f_and_once_for_b():
-    """And reduces its gradients once: v of each a step, whatever the number of microbatches. What
-    is only added, B does not need, and XLA does not gather it."""
+    """And reduces its gradients once: v of each per step, whatever the number of microbatches. B
+    does not need parameters that are only added, and XLA does not gather them."""
     trainer, _, sizes = collectives_of("sharded over data")
     layers = local_bytes(trainer, "layers")
     shared = local_bytes(trainer, "embed") + local_bytes(trainer, "head")
@@ -252,8 +252,8 @@ def test_a_breadth_first_table_gathers_each_chunk_once_for_f_and_once_for_b():
     "case", ["sharded over data, by layer", "sharded over data, by layer, woven"]
 )
 def test_by_the_layer_f_and_b_gather_their_matrices_and_b_scatters_their_gradients(case):
-    """With every microbatch; all else is gathered once a step, and scattered once. Where F and B
-    of a woven tick have the same layer, XLA gathers it once for both."""
+    """With every microbatch; everything else is gathered and scattered once a step. If F and B of a
+    woven tick have the same layer, XLA gathers it once for both."""
     trainer, _, sizes = collectives_of(case)
     matrices = local_bytes(trainer, "layers", but=("b", "bias", "scale"))
     others = sum(local_bytes(trainer, part) for part in ("embed", "head", "layers")) - matrices

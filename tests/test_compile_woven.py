@@ -1,6 +1,6 @@
-"""What XLA's GPU compiler makes of a woven tick: read by `steady`, instruction by instruction.
+"""A woven tick as XLA's GPU compiler compiles it, read by `steady`, instruction by instruction.
 
-Its collectives are asynchronous, beside matmuls, but for the one that the losses need.
+Its collectives are asynchronous and beside matmuls, except the one that the losses need.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _without(*arguments, **options):
 
 
 def scope(window: Window) -> str:
-    """Of the step, or the branch of woven layers."""
+    """The part of the step that has the collective, or its branch of woven layers."""
     parts = window.op_name.split("/")
     outside = [part for part in parts if part in OUTSIDE]
     branch = [part for part in parts if part.startswith("branch_")] or ["branch"]
@@ -74,21 +74,21 @@ def scope(window: Window) -> str:
 def test_collectives_of_layers_and_sends_are_beside_matmuls(compiled, virtual):
     windows = compiled(virtual, "on")[0].windows()
     sends = [one for one in windows if one.kind == "collective-permute"]
-    # Between two stages x and dx go the same way round, and XLA may send them together. With v > 1
-    # ticks without a microbatch at the head have a branch of their own.
+    # Between two stages x and dx go in the same direction, and XLA may send them together. If v >
+    # 1, ticks without a microbatch at the head have their own branch.
     assert len(sends) in (virtual, 2 * virtual) and not any(one.synchronous for one in sends)
     assert all(one.flops > 1e9 for one in sends), "nothing beside a send"
     layers = [one for one in windows if one.axes == ("tensor",) and scope(one) not in OUTSIDE]
     assert len(layers) >= 10 * virtual**2 and not any(one.synchronous for one in layers)
     alone = [(scope(one), one.kind) for one in layers if one.exposed_bytes]
-    # Of a tick's layers the last scatter has the smallest weight gradient beside it, which in a
-    # model of this size is too short: the others lie beside what is sent then.
+    # The last scatter of a tick's layers has the smallest weight gradient beside it, which is too
+    # short in a model of this size: the others lie beside the sends that follow.
     assert len(alone) == len(set(alone)) <= virtual**2, alone
     assert {kind for _, kind in alone} <= {"reduce-scatter"}
 
 
 def test_no_collective_waits_for_attention_in_blocks(compiled):
-    """XLA takes its products of float32 for much longer than they are, and would begin collectives
+    """XLA estimates its float32 products as much longer than they are, and would begin collectives
     right before the last: 4 % of the tick would be exposed."""
     _, tick, _ = compiled(1, "on", attention="blocked")
     exposed_s = sum(one.seconds for one in tick.spent if one.what == "exposed over tensor")
@@ -97,15 +97,15 @@ def test_no_collective_waits_for_attention_in_blocks(compiled):
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_what_is_kept_of_a_layer_is_written_beside_collectives(compiled, virtual):
-    """In the loop over layers what attention and the MLP are given, once for each pair of chunks:
-    the two largest."""
+    """In the loop over layers, the inputs of attention and of the MLP, the two largest values, are
+    written there once for each pair of chunks."""
     windows = compiled(virtual, "on")[0].windows()
     in_loops = [one for one in windows if one.op_name.count("/while/") > 1]
     assert sum(one.writes for one in in_loops) >= 2 * virtual**2
 
 
 def beside(tick: Tick) -> float:
-    """The share of the passes of a full tick that run while a collective does."""
+    """The share of the time of a full tick's passes during which a collective runs."""
     passes = [(one.start_s, one.start_s + one.seconds) for one in tick.spans if one.row == "other"]
     links = [
         (one.start_s, one.start_s + one.seconds) for one in tick.spans
@@ -122,14 +122,14 @@ def beside(tick: Tick) -> float:
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_activations_and_norms_are_beside_collectives(compiled, virtual):
-    """Most of them: what lies between two collectives of the same function cannot be."""
+    """Most of them are; passes between two collectives of the same function cannot be."""
     assert beside(compiled(virtual, "on")[1]) > 0.5
     assert beside(compiled(virtual, "off")[1]) < 0.4
 
 
 @pytest.mark.parametrize("attention", ["auto", "blocked"])
 def test_no_stash_is_copied(compiled, attention):
-    """F writes to what B reads; in blocks, attention reads parts of its keys late."""
+    """F writes to the stash that B reads; attention in blocks reads parts of its keys late."""
     tick, _, shapes = compiled(1, "on", attention=attention)
     largest = MODEL.layers // 2 * max(math.prod(shape) for shape in shapes)  # stack of weights
     assert tick.copies(largest + 1) == []
@@ -143,7 +143,7 @@ def test_collectives_of_the_embedding_and_of_the_head_are_beside_matmuls(compile
     assert {one.kind for one in of_losses} == {"all-gather"}
     assert all(scope(one) == "head" and one.sent_bytes < 2e5 for one in of_losses)
     assert not any(one.synchronous for one in windows)
-    # The last output to all stages, gathered there; the sums of its gradient.
+    # The last output is sent to all stages and gathered there; its gradient is summed.
     for name, kinds in {
         "broadcast": {("all-reduce", ("pipe",)), ("all-gather", ("tensor",))},
         "head": {("reduce-scatter", ("tensor",)), ("all-reduce", ("pipe",))},
@@ -163,8 +163,8 @@ def test_weights_are_read_and_gradients_added_where_they_lie(compiled, virtual):
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_what_norms_sum_over_rows_is_not_written(compiled, virtual):
-    """In float32, as large as the stream: 512 rows a device, all sequences' with attention's heads.
-    (The embedding's gradient, which is looked up, is.)"""
+    """No float32 array as large as the stream, 512 rows per device, is written for them. (The
+    embedding's gradient, which is looked up, is.)"""
     tick, _, _ = compiled(virtual, "on")
     rows = MODEL.sequence // 4
     written = tick.made("f32", [(rows, MODEL.hidden)])
@@ -172,22 +172,22 @@ def test_what_norms_sum_over_rows_is_not_written(compiled, virtual):
 
 
 def uncovered(tick: Tick) -> float:
-    """The share of a tick in neither matmul, attention nor covered collective."""
+    """The share of a tick that is not in matmuls, attention or covered collectives."""
     covered_s = sum(one.seconds for one in tick.spent if one.what in ("matmul", "attention"))
     return 1 - covered_s / tick.seconds
 
 
 @pytest.mark.parametrize(("virtual", "most"), [(1, 0.25), (2, 0.25)])
 def test_most_of_a_tick_is_matmuls_and_attention(compiled, virtual, most):
-    """Not yet the 5 % that is aimed at: what is left are XLA's elementwise kernels and the
-    collectives of the embedding and of the head, of which these few layers have the more."""
+    """The rest is not yet the 5 % that we aim at: XLA's elementwise kernels remain, and the
+    collectives of embedding and head, whose share is larger with these few layers."""
     assert uncovered(compiled(virtual, "on")[1]) < most
 
 
 def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls(tmp_path):
-    """Of a mixture in chunks, the experts of a layer within a node; loops of later rounds, which
+    """For a mixture in chunks, with a layer's experts within a node. Loops of later rounds, which
     hardly ever run, cover nothing. Nor do they keep matmuls from adding experts' gradients in
-    place, but for those of a tick's last layer."""
+    place, except those of a tick's last layer."""
     model = ModelConfig(
         family="mixtral", layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, sequence=4096,
         vocab=32000,
@@ -211,10 +211,10 @@ def test_tokens_on_their_way_to_experts_and_sends_are_beside_matmuls(tmp_path):
 
 
 def test_weight_gradients_of_a_gated_layer_are_beside_what_a_tick_sends(tmp_path):
-    """Of Llama 2 70B's layers: enough of them beside the last scatter, for which the smallest is
-    too short, and gate and up in two parts, some rows in each, added in place as the others are.
-    Queries have matmuls of their own, apart from keys' and values': of both in one XLA would copy
-    the weights, and would add the gradients in a pass."""
+    """For Llama 2 70B's layers: enough of them lie beside the last scatter, for which the smallest
+    is too short, and gate and up are split into two parts by rows, added in place like the others.
+    Queries have matmuls separate from those of keys and values: if both were in one, XLA would copy
+    the weights and add the gradients in a pass."""
     model = ModelConfig(
         family="llama", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, sequence=4096,
         vocab=32000,
@@ -225,7 +225,7 @@ def test_weight_gradients_of_a_gated_layer_are_beside_what_a_tick_sends(tmp_path
     assert found.timeline and found.timeline.tick
     tick = found.timeline.tick
     exposed_s = sum(one.seconds for one in tick.spans if one.exposed and one.row == "tensor")
-    assert exposed_s < 5e-4 * tick.drawn_s  # 0.6 %, were all of them whole
+    assert exposed_s < 5e-4 * tick.drawn_s  # 0.6 % if all of them were whole
     shapes = matrices(Trainer(replace(run, layout=replace(layout, attention="blocked"))))
     program = read_program(path.read_text())
     assert SteadyTick(program, layout.sizes).made("f32", shapes) == []
@@ -241,9 +241,9 @@ def test_weight_gradients_of_a_gated_layer_are_beside_what_a_tick_sends(tmp_path
 
 
 def test_passes_of_fsdp_are_beside_gathers_and_scatters():
-    """Of Llama 3 8B's layers over 64 devices, a microbatch of 8,192 tokens: of a layer's B at most
-    5 % in neither matmul, attention nor a covered collective, as passes lie beside collectives with
-    nothing else there; SwiGLU's backward pass is one kernel, not two."""
+    """For Llama 3 8B's layers over 64 devices, with a microbatch of 8,192 tokens, at most 5 % of a
+    layer's B is not in matmuls, attention or covered collectives, as passes alone lie beside
+    collectives; SwiGLU's backward pass is one kernel, not two."""
     model = ModelConfig(
         family="llama", layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, sequence=8192,
         vocab=32000,
@@ -259,8 +259,8 @@ def test_passes_of_fsdp_are_beside_gathers_and_scatters():
 
 
 def test_layers_of_two_kinds_in_turn_copy_no_stash(tmp_path):
-    """As Gemma 2's, of which F's kind in a pair is another than B's: F writes to a kind's slot in
-    the pair behind that in which B has read from it."""
+    """As in Gemma 2, where F's kind in a pair differs from B's: F writes to a kind's slot in the
+    pair after the one in which B has read it."""
     model = ModelConfig(
         family="gemma2", layers=8, hidden=2048, heads=8, kv_heads=8, head_dim=256, sequence=2048,
         window=1024, vocab=32000,
@@ -274,7 +274,7 @@ def test_layers_of_two_kinds_in_turn_copy_no_stash(tmp_path):
 
 
 def test_nor_gradients_that_loops_of_experts_add_to(tmp_path):
-    """As gpt-oss's."""
+    """As in gpt-oss."""
     model = ModelConfig(
         family="gpt_oss", layers=8, hidden=1024, heads=16, kv_heads=8, head_dim=64, sequence=2048,
         window=128, vocab=32000, experts=16, choices=2, expert_ffn=1024,
@@ -288,8 +288,8 @@ def test_nor_gradients_that_loops_of_experts_add_to(tmp_path):
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_residuals_of_one_stage_are_not_copied(recompute, tmp_path):
-    """GELU and its backward pass make one array of the MLP's width each, that are no matmul's; so
-    does recomputation, together with the latter. Of the width of q, k and v their gradient is."""
+    """Besides matmuls, GELU and its backward pass make one array of the MLP's width each; so
+    does recomputation, together with the latter. Only q, k and v's gradient has their width."""
     model, path = replace(MODEL, hidden=2048, heads=16), tmp_path / "step.txt"
     layout = Layout(microbatch=4, idle="phases", recompute=recompute)  # beyond the second cache
     run = RunConfig(model=model, layout=layout, global_batch=32)
@@ -300,7 +300,7 @@ def test_residuals_of_one_stage_are_not_copied(recompute, tmp_path):
 
 
 def test_all_of_this_is_seen_where_it_is_not_so(compiled):
-    """Without weaving, and without XLA's fusions of slices."""
+    """The checks fail without weaving and without XLA's fusions of slices."""
     tick, times, shapes = compiled(2, "off", in_place=False)
     layers = [one for one in tick.windows() if scope(one) not in OUTSIDE]
     assert any(one.synchronous for one in layers)

@@ -1,4 +1,4 @@
-"""Configs: what is refused and how, the way to JSON and back, and the presets against the paper."""
+"""Configs: what is refused and how, conversion to JSON and back, and presets against the paper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ quick = settings(max_examples=80, deadline=None)
 
 
 def message(make, *args, **values) -> str:
-    """The one line that the user reads."""
+    """The one line that the user sees."""
     with pytest.raises(UserError) as caught:
         make(*args, **values)
     assert "\n" not in str(caught.value)
@@ -315,7 +315,7 @@ def test_other_presets():
 
 
 def test_only_table_1_recomputes_every_block():
-    """As it was published; the others fit with less, but for the largest mixture."""
+    """As it was published; the others fit with less, except the largest mixture."""
     full = [name for name in NAMES if preset(name).layout.recompute == "full"]
     assert [name for name in full if name != "deepseek-v3"] == list(TABLE1)
 

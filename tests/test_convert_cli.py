@@ -1,4 +1,4 @@
-"""`mtx convert`: which way is seen from SOURCE, and a mistake is one line."""
+"""`mtx convert`: SOURCE decides the direction, and a mistake is one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtx.cli import main
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A Llama of Hugging Face's."""
+    """A Llama in Hugging Face's format."""
     directory = tmp_path_factory.mktemp("source") / "llama"
     config, shapes = hugging.llama(eos_token_id=7)
     hugging.write(directory, config, hugging.random_tensors(shapes), dtype="BF16")

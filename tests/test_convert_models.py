@@ -1,6 +1,6 @@
-"""Models there and back: the same bits, the same logits, and refusals with the names.
+"""Models converted there and back: the same bits, the same logits, and refusals with the names.
 
-How they compare with transformers is in tests/peers/test_convert_transformers.py.
+tests/peers/test_convert_transformers.py compares them with transformers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ MODELS = {
 
 
 def tensors_of(directory) -> dict[str, tuple[str, np.ndarray]]:
-    """dtype and values of every tensor."""
+    """{name: (dtype, values)} of every tensor."""
     found = {}
     for path in directory.glob("*.safetensors"):
         file = SafetensorsFile(path)
@@ -247,7 +247,7 @@ def test_every_array_has_its_tensors_and_comes_back(model_type):
         model = read_config(config, "config")[0]
     arrays, pattern = canonical_shapes(model), model.stack().pattern
     tensors = table.tensors(arrays, pattern)
-    if model_type in MODELS:  # of the others tests/peers asks transformers
+    if model_type in MODELS:  # for the others tests/peers uses transformers
         assert {table.full(name): shape for name, shape in tensors.items()} == shapes
     stream = np.random.default_rng(0)
     for path, weight, _ in table.arrays(arrays, pattern):
@@ -333,7 +333,7 @@ def mamba2():
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-REFUSED = [  # what the error names; where nothing is said, the field that is changed
+REFUSED = [  # what the error names; by default the field that is changed
     (gpt2, {"activation_function": "relu"}, ["gelu_new"]),
     (gpt2, {"scale_attn_weights": False}, [True]),
     (gpt2, {"scale_attn_weights": None}, [True]),

@@ -1,4 +1,4 @@
-"""Presets of published models: as many parameters as published, and a config.json of their own."""
+"""Presets of published models: the published number of parameters, and their config.json."""
 
 import math
 
@@ -9,7 +9,7 @@ from mtx.conversion.configs import config_of, read_config
 from mtx.families import hugging_face_of
 from mtx.presets import NAMES, preset
 
-# As the models' pages on huggingface.co count them: tensors that are there, tied ones once.
+# As the models' pages on huggingface.co count them: tensors in the files, tied ones once.
 PARAMETERS = {
     "llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496,
     "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
@@ -37,7 +37,7 @@ RETRO = {"retro-172m": 172, "retro-425m": 425, "retro-1.5b": 1451, "retro-7.5b":
 
 @pytest.mark.parametrize("name", RETRO)
 def test_a_retros_parameters_are_as_many_as_published_but_for_positions(name):
-    """Theirs have a matrix in each attention that makes its relative positions."""
+    """Theirs have another matrix in each attention, for its relative positions."""
     model = preset(name).model
     shapes = canonical_shapes(model).items()
     ours = sum(math.prod(shape) for path, shape in shapes if not path.startswith("embed."))

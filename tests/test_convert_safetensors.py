@@ -1,4 +1,4 @@
-"""Safetensors files: what we write is what the format says, and what is broken is one line."""
+"""Safetensors files: we write what the format says, and a broken file is reported in one line."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def whole(tmp_path_factory):
     cut=st.integers(0, 230),
 )
 def test_fuzzed_files_are_read_within_their_bounds_or_refused(whole, changes, cut):
-    """Whatever bytes change: an error of one line, or tensors that lie within the file."""
+    """Whatever bytes change, there is a one-line error, or tensors lie within the file."""
     data = bytearray(whole.read_bytes())
     for place, byte in changes:
         data[place % len(data)] = byte

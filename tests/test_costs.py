@@ -1,4 +1,4 @@
-"""Costs read off traces: against the models' parameters, published counts, and by hand."""
+"""Costs read off traces, against the models' parameters, published counts, and counts by hand."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def small(**changes):
     return ModelConfig(**(base | changes))
 
 
-# -- counts that were published --------------------------------------------------------------------
+# -- published counts ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_berts_of_the_2019_paper_have_its_sizes(name, billions):
 
 
 def held_by_a_device(trainer: Trainer) -> int:
-    """From the shapes and specs of the parameters: layers with the padding of uneven stages."""
+    """Parameters of a device by their shapes and specs: layers include padding of uneven stages."""
     shapes, specs = (
         jax.tree.leaves(tree) for tree in (trainer.states.param_shapes, trainer.states.param_specs)
     )
@@ -97,7 +97,7 @@ def _parts(spec, sizes) -> int:
         ({}, dict(data=2, pipe=2, tensor=2)),
         ({"tied": False, "ffn": 96}, dict(tensor=4)),
         (LLAMA, dict()),
-        (LLAMA, dict(data=2, pipe=2, tensor=2)),  # a head of keys and values each
+        (LLAMA, dict(data=2, pipe=2, tensor=2)),  # each device has a head of keys and values
         (LLAMA, dict(pipe=2, tensor=4)),  # whole on every device
         (LLAMA | dict(kv_heads=None, tied=True), dict(tensor=4)),
         (LLAMA | dict(kv_heads=1), dict(tensor=2, pipe=2, virtual=2)),
@@ -130,8 +130,8 @@ def test_parts_and_devices_add_up(name):
 
 
 def test_the_products_of_a_llamas_layer():
-    """Heads of keys and values that are fewer than devices: each computes the one it needs, and
-    holds the weight of both."""
+    """With fewer heads of keys and values than devices, each device computes the head it needs, and
+    holds the weights of both."""
 
     def products(tensor):
         cost = layer_cost(small(**LLAMA), kind="block", tensor=tensor, sequence_parallel=True)
@@ -155,7 +155,7 @@ def test_the_products_of_a_llamas_layer():
 
 
 def test_every_size_says_how_it_grows(monkeypatch):
-    """Whatever the numbers are by which a trace finds that out."""
+    """Whatever numbers a trace uses to find that out."""
     model = small(**BERT | dict(dropout=0.1, attention_dropout=0.1, vocab=100))
     asked = [
         Question(model=model, part=part, tensor=2, sequence_parallel=True, recompute="selective")
@@ -189,9 +189,9 @@ EXPERTS = dict(family="mixtral", kv_heads=2, ffn=48)
 def test_what_is_computed_again_is_what_a_checkpoint_computes(
     monkeypatch, model, changes, recompute
 ):
-    """Costs of layers with recomputation are derived from a trace of the layer without: they are
-    those of the layer behind `jax.checkpoint`."""
-    # A checkpoint puts one behind what it keeps, to the precision that this has: XLA removes it.
+    """Costs of layers with recomputation are derived from a trace without it: they equal those of
+    the layer inside `jax.checkpoint`."""
+    # A checkpoint adds a reduce_precision, to the same precision, to kept values: XLA removes it.
     monkeypatch.setattr(equations, "_ALIASES", {"name", "reduce_precision"})
     asked = dict(tensor=2, sequence_parallel=True, kernel="cudnn", recompute=recompute) | changes
     kinds = ask.pattern_of(model)
@@ -225,7 +225,7 @@ def test_w_makes_a_gradient_of_each_matrix_and_b_one_of_each_input():
 @pytest.mark.parametrize(("sequence_parallel", "forward"), [(True, 4), (False, 2)])
 def test_collectives_of_a_layer(sequence_parallel, forward):
     """Forward all-gathers and reduce-scatters, or all-reduces; backward their duals, and with
-    sequence parallelism the inputs once more."""
+    sequence parallelism the inputs are gathered once more."""
     cost = layer_cost(small(), kind="block", tensor=2, sequence_parallel=sequence_parallel)
     counts = Counter((each.during, each.kind) for each in cost.collectives)
     if sequence_parallel:
@@ -245,7 +245,7 @@ def test_what_the_kernels_of_a_layer_read_and_write():
     width. B: two norms 4 with the sum of two gradients, 2 for their weights' gradients; joining q,
     k and v 6; the activation 3 of four times the width; gradients of biases 1 + 3 + 4 + 1."""
     cost = layer_cost(small(hidden=256), kind="block", kernel="cudnn")
-    once, deviations = 16 * 256 * 2, 2 * 2 * 16 * 4  # float32, and means, of two norms
+    once, deviations = 16 * 256 * 2, 2 * 2 * 16 * 4  # float32, with the means, of two norms
     found = {
         each.during: (each.kernels, sum(size.number for size in each.bytes if size.rows))
         for each in cost.moved
@@ -255,7 +255,7 @@ def test_what_the_kernels_of_a_layer_read_and_write():
     assert found["W"] == (0, 0)
 
 
-# -- what is kept on disk --------------------------------------------------------------------------
+# -- the cache on disk -----------------------------------------------------------------------------
 
 PLANS_TWICE = """
 import sys
@@ -325,7 +325,7 @@ def test_forward_of_llama_by_hand():
 
 
 def test_forward_of_bert_by_hand():
-    """Attention both ways: there is nothing to halve."""
+    """Attention is bidirectional: there is nothing to halve."""
     model = small(**BERT)
     parts = forward_flops(model, 5, causal=True)
     tokens = 5 * 16
@@ -339,7 +339,7 @@ def test_forward_of_bert_by_hand():
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-405b"])
 def test_a_llama_computes_six_flops_a_parameter_and_token(name):
-    """Less the embedding's, which is looked up; the scores come on top."""
+    """Except for the embedding's parameters, which are looked up; scores are added to this."""
     model = preset(name).model
     forward = forward_flops(model, 1, causal=True)
     matrices = parameters(model) - model.vocab * model.hidden

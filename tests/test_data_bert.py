@@ -69,7 +69,7 @@ def run_of(folder, *path: str, **changes) -> RunConfig:
 
 
 def check(batch, corpus, vocab) -> None:
-    """What holds of every batch."""
+    """Check what holds for every batch."""
     tokens, targets, text = batch["tokens"], batch["targets"], batch["segments"] == 1
     assert {name: array.dtype.name for name, array in batch.items()} == {
         "tokens": "int32", "targets": "int32", "weights": "float32", "types": "int32",

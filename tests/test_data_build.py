@@ -1,4 +1,4 @@
-"""Text files to datasets: what is read, how it is encoded, and what is refused."""
+"""From text files to datasets: what is read, how it is encoded, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture(scope="module")
 def model():
-    """A small BPE, GPT-2's way."""
+    """A small BPE like GPT-2's."""
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -80,7 +80,7 @@ def texts(dataset: IndexedDataset) -> list[str]:
 
 
 def refusal(inputs, tmp_path, **options) -> str:
-    """The message, with nothing left behind."""
+    """The message; checks that no files are left."""
     with pytest.raises(UserError) as caught:
         build(inputs, tmp_path / "out", **options)
     assert "\n" not in str(caught.value)
@@ -101,7 +101,7 @@ def test_json_lines_plain_and_packed_give_the_same(folder, tmp_path):
     root = folder({
         "a.jsonl": some,
         "b.jsonl.gz": gzip.compress(some.encode()),
-        # Two members, as `cat` makes them, and a tape's zeros at the end.
+        # Two members, as `cat` makes them, and zeros of a tape at the end.
         "c.jsonl.gz": gzip.compress(some[:half].encode()) + gzip.compress(some[half:].encode())
         + b"\0" * 512,
         "d.json": some.removesuffix("\n").replace("\n", "\r\n\r\n"),
@@ -303,7 +303,7 @@ def test_a_bad_line_is_named(folder, tmp_path, content, said):
 def test_bytes_that_are_no_text_are_named_with_their_offset(
     folder, tmp_path, content, said, monkeypatch
 ):
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", 7)  # characters lie across blocks
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 7)  # characters cross blocks
     path = folder({"a.txt": content}) / "a.txt"
     assert refusal([path], tmp_path).startswith(f"{path} {said}")
 
@@ -346,7 +346,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_pat
 ])  # fmt: skip
 def test_a_line_of_5_gb_is_refused_in_little_memory(folder, tmp_path, name, said):
     path = folder({name: b""}) / name
-    os.truncate(path, 5 * 2**30)  # zeros without a line's end, which take no room on the disk
+    os.truncate(path, 5 * 2**30)  # zeros without a newline, which take no room on the disk
     tracemalloc.start()
     try:
         message = refusal([path], tmp_path)
@@ -371,7 +371,7 @@ def test_a_packed_line_of_zeros_is_refused_in_little_memory(folder, tmp_path):
 
 
 def test_a_large_document_is_streamed(folder, tmp_path, monkeypatch):
-    """In parts: what is held at once does not grow with the file."""
+    """In parts: the memory used does not grow with the file."""
     monkeypatch.setattr(sources, "_CHUNK_BYTES", 2**14)
     content = b"".join(b"line %d of a long book\n" % i for i in range(60_000))
     path = folder({"book.txt": content}) / "book.txt"

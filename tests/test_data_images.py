@@ -44,7 +44,7 @@ def run_of(path, model=MODEL, **data):
 
 
 def row_of(path, caption):
-    """(tokens, targets, weights, patches, pixels) of the record that says so, in either part."""
+    """(tokens, targets, weights, patches, pixels) of the record with this caption in any part."""
     corpus = load_data(run_of(path, eval_fraction=0.3))
     for part in (corpus.train, corpus.held_out):
         batch = corpus.make(part, 0, part.distinct)
@@ -70,7 +70,7 @@ def test_a_caption_comes_behind_its_image_and_is_learned(tmp_path):
     assert weights.sum() == 4 and targets[7] == ord("t")
     assert patches[:9].tolist() == [*range(8), -1] and (patches[9:] == -1).all()
     assert np.array_equal(seen, pixels[1:])
-    tokens, _, weights, patches, seen = row_of(path, "one")  # nothing is before the first
+    tokens, _, weights, patches, seen = row_of(path, "one")  # nothing precedes the first
     assert tokens[:4].tolist() == [*b"none"] and not seen.any() and (patches == -1).all()
 
 
@@ -177,7 +177,7 @@ ENDLESS = b"\x93NUMPY\x01\x00\x76\x00" + (  # a header that asks for a terabyte
 @pytest.mark.parametrize(
     ("name", "held", "said"),
     [
-        ("a.npz", ROW, "images and texts"),  # an .npy that is named so
+        ("a.npz", ROW, "images and texts"),  # an .npy with this name
         ("a.npz", {"images": ROW, "texts": np.array([b"a", b"b"])}, "|S1 [2]"),
         ("a.npz", {"images": ROW, "texts": np.array(["a", "\ud800"])}, "surrogate"),
         ("a.npz", {"images": ROW}, "texts"),

@@ -1,4 +1,4 @@
-"""Indexed datasets: Megatron-LM's bytes, views of what is mapped, and what is refused."""
+"""Indexed datasets: Megatron-LM's bytes, views of mapped files, and what is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write(prefix, documents: Documents, dtype=np.uint16, **options) -> str:
 
 
 def expected_index(documents: Documents, *, code: int, size: int) -> bytes:
-    """The index as the format's table has it, field by field."""
+    """The index, field by field, as the table of the format describes it."""
     lengths = [len(sequence) for document in documents for sequence in document]
     offsets = [size * sum(lengths[:i]) for i in range(len(lengths))]
     ends = [sum(map(len, documents[:i])) for i in range(len(documents) + 1)]
@@ -221,7 +221,7 @@ def test_missing_files_are_named(example, tmp_path):
     assert refusal(IndexedDataset, tmp_path / "b").startswith(f"{tmp_path}/b.idx does not exist")
     example.with_suffix(".bin").unlink()
     assert refusal(IndexedDataset, example).startswith(f"{example}.bin does not exist")
-    os.mkfifo(f"{example}.bin")  # nobody writes to it: a reader would wait for ever
+    os.mkfifo(f"{example}.bin")  # nobody writes to it: a reader would wait forever
     assert f"{example}.bin" in refusal(IndexedDataset, example)
 
 

@@ -36,7 +36,7 @@ def refusal(action, *arguments, **options) -> str:
 
 
 def slow_sample_index(sizes, order, sequence: int, total: int) -> list[list[int]]:
-    """Walks through the documents a token at a time."""
+    """Walk through the documents one token at a time."""
     stream = [(place, at) for place, size_of in enumerate(order) for at in range(sizes[size_of])]
     return [[0, 0]] + [list(stream[i * sequence]) for i in range(1, total + 1)]
 
@@ -136,7 +136,7 @@ def test_the_indices_are_those_of_the_loops(sizes, first, sequence, samples, see
 
 
 def test_the_last_epoch_is_shuffled_by_itself_where_little_of_it_is_wanted():
-    """100 tokens hold 9 samples of 10 (80 %: 7); two epochs 19."""
+    """100 tokens hold 9 samples of 10 (80 % of them: 7); two epochs hold 19."""
     for samples, alone in ((15, True), (16, False), (19, False), (25, True)):
         indices = build_indices(np.full(10, 10), sequence=10, samples=samples, seed=3)
         epochs = count_epochs(100, sequence=10, samples=samples)
@@ -193,7 +193,7 @@ def test_the_published_blend():
     assert (dataset.dtype, sample.dtype) == (np.int16, np.int64)
 
 
-# Shares far apart are those in which a walk takes long to forget where it began.
+# With very different shares, a walk takes long to forget where it began.
 shares_of_datasets = st.lists(
     st.floats(1e-4, 1) | st.sampled_from([1.0, 0.5, 1e-6, 1 / 3]), min_size=1, max_size=8
 )
@@ -201,7 +201,7 @@ shares_of_datasets = st.lists(
 
 @pytest.fixture
 def short_walks(monkeypatch):
-    """So that a few thousand samples take many walks at once."""
+    """Short walks, so that a few thousand samples need many of them at once."""
     monkeypatch.setattr(blend, "_WALK", 50)
     monkeypatch.setattr(blend, "_LEAD", 20)
 
@@ -312,7 +312,7 @@ BYTES = TokenizerIdentity(name="bytes", sha256="ab", vocab=256, eod=0)
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Writes documents of these sizes; every token of the corpus is another number."""
+    """Writes documents of these sizes; every token of the corpus is a different number."""
 
     def write(sizes, name: str = "corpus", start: int = 0, **options) -> str:
         with IndexedWriter(tmp_path / name, np.uint16, **options) as writer:

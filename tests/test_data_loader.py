@@ -1,4 +1,4 @@
-"""From datasets to batches: whoever reads them, in what parts, from where on and how far ahead."""
+"""From datasets to batches, the same for any reader, parts, starting point and reading ahead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BYTES = ByteTokenizer().identity
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a dataset of documents that end with 0; their other tokens are `start` and up."""
+    """Writes a dataset of documents that end with 0; other tokens begin at `start`."""
 
     def write(name="c", *, documents=30, start=1, identity=BYTES, dtype=np.uint16, length=13):
         prefix = str(tmp_path / "data" / name)
@@ -171,7 +171,7 @@ def test_the_first_epoch_is_megatrons_and_each_later_one_is_another_order(write)
 
 
 def test_a_blend_is_the_same_however_far_it_reaches(write):
-    """A run that is made longer has the same batches before."""
+    """A run that is extended has the same batches as before."""
     one, two = write("one"), write("two", documents=9, start=100)
     options = {"sequence": S, "weights": (1, 3), "split": "1", "endless": True}
     short, long = (open_part([one, two], samples=samples, **options) for samples in (50, 400))
@@ -252,7 +252,7 @@ def test_indices_are_cached_beside_the_data_and_found_again(write, monkeypatch):
     corpus = load_data(run_of(prefix))
     entries = list(default_cache(prefix).iterdir())
     assert len(entries) == 2  # train and valid
-    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it is not called any more
+    monkeypatch.setattr("mtx.data.gpt.build_indices", None)  # it must not be called again
     longer = replace(run_of(prefix), steps=999, global_batch=64)
     assert_equal(load_data(longer).batch(0, 9), corpus.batch(0, 9))
     assert list(default_cache(prefix).iterdir()) == entries
@@ -273,7 +273,7 @@ def test_a_cache_that_cannot_be_written(write, tmp_path):
 
 
 def test_a_dataset_names_the_end_of_its_documents(write, tmp_path):
-    """The run's tokenizer need not say it again; foreign datasets have it from the config."""
+    """The run's tokenizer need not name it again; for foreign datasets the config names it."""
     bpe = train_bpe(["to be or not to be"] * 9, vocab=260, end="<end>")
     (tmp_path / "t.json").write_text(json.dumps(bpe.to_dict()["model"]))
     known = replace(bpe.identity, name="t.json")

@@ -1,4 +1,4 @@
-"""Masked tokens: which they are, whole words in runs, and what stands in their place."""
+"""Masked tokens: which ones are masked, whole words in runs, and what replaces them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def row_of(*texts: list[int]) -> np.ndarray:
 
 
 def words_of(row) -> list[range]:
-    """The words one by one: begun by any token that is no mark and does not continue a word, or
-    stands after a mark."""
+    """The words one by one. A word begins with any token, except special ones, that does not
+    continue a word or that follows a special token."""
     words, open_word = [], None
     for place, token in enumerate([*row, 0]):
         mark = token < 4
@@ -104,14 +104,14 @@ def test_runs_of_n_words_come_up_with_a_weight_of_one_over_n():
         breaks = np.flatnonzero(np.diff(places) > 1)
         lengths += np.diff([0, *(breaks + 1), len(places)]).tolist()
     counts = np.bincount(lengths)[1:4]
-    # Runs rarely touch; the last one of a row is cut to what is still wanted.
+    # Runs rarely touch; the last one of a row is cut to the number still wanted.
     np.testing.assert_allclose(counts / counts.sum(), np.array([6, 3, 2]) / 11, atol=0.05)
     alone = mask_words(row, VOCAB, Rng(0), Masking(fraction=0.01, run=1))[1]
     assert (np.diff(alone) > 1).mean() > 0.9
 
 
 def test_every_word_is_masked_as_often_as_another():
-    """But for those near a mark, which fewer runs reach."""
+    """Except words near a special token, which fewer runs reach."""
     row, counts = row_of([10] * 40, [10] * 40), np.zeros(83)
     for seed in range(2000):
         counts[mask_words(row, VOCAB, Rng(seed), Masking())[1]] += 1
@@ -122,7 +122,7 @@ def test_every_word_is_masked_as_often_as_another():
 
 
 def test_a_sample_is_the_same_for_ever():
-    """Whatever numpy's version, machine and process: a resumed run must read the same."""
+    """With any numpy version, machine and process: a resumed run must read the same."""
     row = row_of([10, 60, 11, 12, 61, 62, 13], [14, 15, 63, 16, 17, 18])
     masked, places = mask_words(row, VOCAB, Rng(7, 2**40), Masking(fraction=0.5))
     assert places.tolist() == [1, 2, 3, 4, 5, 6]

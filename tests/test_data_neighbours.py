@@ -30,13 +30,13 @@ RETRO = ModelConfig(
     family="retro", layers=4, hidden=16, heads=2, sequence=32, chunk=8, neighbours=2, retrieved=12,
     retrieval_first=1, retrieval_every=1, encoder_layers=1, vocab=256,
 )  # fmt: skip
-TEXTS, END = 12, 0  # and the end of a document, of bytes
+TEXTS, END = 12, 0  # END: the end of a document, for bytes
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """(prefix, the tokens of each document): texts of random letters, each of which has a passage
-    of 24 letters, at a chunk's beginning, that one other has as well."""
+    """(prefix, the tokens of each document): texts of random letters, each with a passage of 24
+    letters, at a chunk's beginning, that it shares with one other."""
     folder = tmp_path_factory.mktemp("corpus")
     random, texts = np.random.default_rng(0), []
     for number in range(TEXTS):
@@ -60,7 +60,7 @@ def run_of(prefix, model=RETRO, **data):
 
 
 def test_neighbours_are_the_nearest_of_other_documents(corpus):
-    """Against all inner products at once: none of the own document, none that is held out."""
+    """Against all inner products at once; none are from the same document or held out."""
     prefix, _ = corpus
     data = ChunkedDataset(prefix, 8)
     found = read_neighbours(data, neighbours=2, split="3,1")
@@ -74,20 +74,20 @@ def test_neighbours_are_the_nearest_of_other_documents(corpus):
     scores[:, end:] = -2
     best = -np.sort(-scores, axis=1)[:, :2]
     np.testing.assert_allclose(np.take_along_axis(scores, found, axis=1), best, atol=1e-5)
-    # Chunks 4 to 6 of an even text stand in the next one as chunks 2 to 4.
+    # Chunks 4 to 6 of an even text are chunks 2 to 4 of the next one.
     for number in range(0, 8, 2):
         first, next_first = data.first_chunks[number : number + 2]
         assert found[first + 4 : first + 7, 0].tolist() == [next_first + n for n in (2, 3, 4)]
 
 
 def test_a_sample_has_its_chunks_and_their_neighbours(corpus):
-    """Put together anew from the documents and the file of neighbours."""
+    """Compared with samples built again from the documents and the file of neighbours."""
     prefix, texts = corpus
     data, source = ChunkedDataset(prefix, 8), load_data(run_of(prefix)).train
     found = np.load(paths_of(prefix)[0])
     padded = [np.append(a, [END] * (-len(a) % 8)) for a in texts]
     chunks = np.concatenate(padded).reshape(-1, 8)
-    assert len(np.unique(chunks, axis=0)) < len(chunks) == data.chunk_count  # some stand twice
+    assert len(np.unique(chunks, axis=0)) < len(chunks) == data.chunk_count  # some occur twice
     seen = set()
     for index in range(source.distinct):
         sample = source[index]
@@ -118,7 +118,7 @@ def test_a_batch_is_a_function_of_data_seed_and_samples(corpus):
     assert {name: a.shape for name, a in batch.items()} == {
         **dict.fromkeys(("tokens", "targets", "weights"), (4, 32)), "neighbours": (4, 96),
     }  # fmt: skip
-    # What fills up a chunk is not learned: an end of document that stands behind another.
+    # The padding of a chunk is not learned: an end of document after another.
     filled = (batch["targets"] == END) & (batch["tokens"] == END)
     assert filled.any() and ((batch["weights"] == 0) == filled).all()
     again = load_data(run_of(prefix))
@@ -209,8 +209,8 @@ def test_without_faiss_a_line_says_what_to_install(corpus, capsys, monkeypatch):
 
 
 def test_a_frozen_bert_gives_the_mean_of_what_it_makes(corpus, tmp_path):
-    """Of a checkpoint as training leaves it, against the reference's last layer; and neighbours by
-    it are found with one command."""
+    """From a checkpoint as training leaves it, against the reference's last layer; and one command
+    finds neighbours by it."""
     tokenizer = train_wordpiece(
         ["abcdefghijklmnopqrstuvwxyz " * 9, " ".join("abcdefgh")], vocab=300
     )

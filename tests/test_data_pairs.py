@@ -17,7 +17,7 @@ corpora = st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_si
 
 
 def corpus_of(sizes: list[list[int]]) -> SentenceList:
-    """Documents of sentences of these lengths, each token its own number."""
+    """Documents of sentences of these lengths; all tokens are different."""
     count, documents = 0, []
     for document in sizes:
         documents.append([])
@@ -34,7 +34,7 @@ def pairs_of(sizes, *, room=20, documents=None, cut=None, **options) -> Pairs:
 
 
 def slow_spans(sizes, *, room: int, least: int) -> list[tuple[int, int]]:
-    """(first, end) of the sentences of each sample: one sentence after the other."""
+    """[(first, end)] of the sentences of each sample, found one sentence after the other."""
     spans, before = [], 0
     for document in sizes:
         first = tokens = 0
@@ -90,7 +90,7 @@ def test_the_second_text_follows_the_first_or_comes_before_it(sizes, seed, index
     first, second, order = pairs.pair(index, rng_of(seed, index))
     assert order in (0, 1) and 0 < len(first) + len(second) <= 15
     for text in (first, second):
-        np.testing.assert_array_equal(np.diff(text), 1)  # nothing is missing within
+        np.testing.assert_array_equal(np.diff(text), 1)  # nothing is missing inside
     if len(first) and len(second):
         assert (first[0] < second[0]) == (order == 0)
         document = np.searchsorted(np.cumsum([sum(d) for d in sizes]), [first, second][0], "right")

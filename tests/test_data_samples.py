@@ -1,4 +1,4 @@
-"""Samples: which tokens stand in which row of which step."""
+"""Samples: which tokens are in which row of which step."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def counting(tokens: int, *, sequence: int, seed: int | None = 0) -> Samples:
 
 
 def indices(samples: Samples, steps: range, global_batch: int, sequence: int) -> list[int]:
-    """The samples that `steps` visit, told by the first token of each row."""
+    """The samples that `steps` visit, identified by the first token of each row."""
     batches = [make_batch(samples, step * global_batch, global_batch)["tokens"] for step in steps]
     return (np.concatenate(batches)[:, 0] // sequence).tolist()
 

@@ -1,4 +1,4 @@
-"""Span corruption: what a T5 reads and writes of a text."""
+"""Span corruption: what a T5 reads and writes for a text."""
 
 import re
 
@@ -20,14 +20,14 @@ def t5(**changes):
 
 
 def test_lengths_are_t5s_own():
-    """Of 512 tokens: those of compute_input_and_target_lengths in T5's and transformers' code."""
+    """For 512 tokens, as compute_input_and_target_lengths in T5's and transformers' code."""
     model = t5(encoder_sequence=512, sequence=128)
     found = sample_lengths(model, DataConfig())
     assert (found.text, found.inputs, found.targets) == (568, 512, 114)
 
 
 def test_a_sample_is_its_text_and_nothing_is_lost(tmp_path):
-    """Spans in place of their sentinels give the text again; every epoch leaves out others."""
+    """Replacing sentinels by their spans gives the text; every epoch leaves out different spans."""
     text = "".join(chr(97 + n % 26) for n in range(2000))
     (tmp_path / "text.txt").write_text(text)
     data = DataConfig(path=(str(tmp_path / "text.txt"),), eval_fraction=0.2)

@@ -1,5 +1,5 @@
-"""Who gets what of a corpus: whole documents as in Megatron-LM, or a share of each for want of
-documents; then a book is enough, from the command line to the first batch."""
+"""How a corpus is split: by whole documents as in Megatron-LM, or by a share of each if there are
+too few documents; then one book is enough, from the command line to the first batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BYTES = ByteTokenizer().identity
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes documents of these sizes, their tokens numbered throughout from 1, the last one 0."""
+    """Writes documents of these sizes; tokens are numbered from 1 across them, the last is 0."""
 
     def write(*sizes, name="c", identity=BYTES):
         prefix, start = str(tmp_path / name), 1
@@ -68,7 +68,7 @@ def test_cut_texts_are_given_to_the_parts_once_and_in_order(counts, part):
 
 
 def test_documents_stay_whole_where_each_part_has_a_sample(write):
-    """As in Megatron-LM; and the two parts never disagree on it."""
+    """As in Megatron-LM; and the two parts never disagree on this."""
     prefix = write(*[20] * 10)
     train = GPTDataset(prefix, sequence=S, split="8,2")
     same = GPTDataset(prefix, sequence=S, split="8,2", split_by="documents")
@@ -104,7 +104,7 @@ def test_few_large_documents_are_cut(write, sizes):
 
 
 def test_a_piece_ends_as_a_document_does(tmp_path):
-    """Else, packed, two books would see each other; and so text files are cut."""
+    """Otherwise two packed books would see each other; text files are cut in the same way."""
     prefix, books = str(tmp_path / "books"), (7, 9)
     with IndexedWriter(prefix, np.uint16, identity=BYTES) as writer:
         for book in books:
@@ -196,7 +196,7 @@ def test_sentences_are_split_into_files_whole(tmp_path):
 
 @pytest.fixture
 def books(tmp_path, monkeypatch):
-    """A folder with a book, and with one of notes."""
+    """A folder with a book and a folder of notes."""
     monkeypatch.chdir(tmp_path)
     Path("notes").mkdir()
     Path("my_book.txt").write_text("Once upon a time there was a long book.\n" * 2000)
@@ -250,7 +250,7 @@ def test_what_cannot_be_trained_on_is_refused_before_devices_start(
     build = ["data", "build", "short.txt", "--out", "short", "--processes", "1"]
     assert main(build) == 0
     capsys.readouterr()
-    monkeypatch.setattr("mtx.cli.train.start_devices", None)  # it is not called
+    monkeypatch.setattr("mtx.cli.train.start_devices", None)  # it must not be called
     assert main(["train", "miniature", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("mtx: ") and error.count("\n") == 1 and said in error

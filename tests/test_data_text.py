@@ -26,7 +26,7 @@ def notes(tmp_path):
 
 
 def documents(tokenizer, tokens: np.ndarray) -> list[str]:
-    """The texts that end-of-document tokens end; the last token must be one."""
+    """Texts, each ended by an end-of-document token; the last token must be one."""
     ends = np.flatnonzero(tokens == tokenizer.eod)
     assert ends[-1] == len(tokens) - 1
     return [tokenizer.decode(piece) for piece in np.split(tokens, ends)[:-1]]

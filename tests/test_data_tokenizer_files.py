@@ -1,4 +1,4 @@
-"""The files of tokenizers. What SentencePiece makes of the texts is recorded here."""
+"""The files of tokenizers. SentencePiece's tokens of the texts are recorded here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def table(replaced: dict[str, str]) -> bytes:
     while open_nodes:
         place, prefix = open_nodes.pop(0)
         labels = sorted({key[len(prefix)] for key in starts if key[: len(prefix)] == prefix != key})
-        base = -(-free // 256) * 256  # a block of its own for each node
+        base = -(-free // 256) * 256  # a separate block for each node
         free = base + 256
         unit = units.get(place, 0) | (place ^ base) << 10
         if prefix in starts:
@@ -258,11 +258,11 @@ def test_sentencepiece_gives_the_text_back(load):
             assert tokenizer.decode(tokenizer.encode(text)) == text
     plain = load(MODELS["bpe, replacing"])
     assert plain.decode(plain.encode("  the\tend \n in ")) == "the end in"
-    assert plain.decode([19, 0, 6]) == " \u2047  the"  # as the library shows what is unknown
+    assert plain.decode([19, 0, 6]) == " \u2047  the"  # as the library shows unknown tokens
 
 
 def test_the_end_of_document_of_sentencepiece_is_its_end_of_sequence(load):
-    """And a number is never taken for the token that is spelled so: "2" is token 31."""
+    """And a number is never confused with the token that has its spelling: "2" is token 31."""
     tokenizer = load(MODELS["bpe, replacing"])
     assert (tokenizer.eod, tokenizer.vocab) == (2, 43)
     assert tokenizer.name == "tokenizer.model"
@@ -299,7 +299,7 @@ def test_without_its_library_a_model_names_what_to_install(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_of_the_first_format_gives_the_same_tokens(load, name):
-    """Its document described the model for `tokenizers` (recorded from the last such commit)."""
+    """Its document described the model for `tokenizers` (recorded by the last such commit)."""
     recorded = Path(__file__).parent / "data" / "sentencepiece_0.1.json.gz"
     written = json.loads(gzip.decompress(recorded.read_bytes()))[name]
     tokenizer = load(MODELS[name])

@@ -1,4 +1,4 @@
-"""Subwords: the tokens of `tokenizers`, whatever the way they took."""
+"""Subwords: the tokens of `tokenizers`, by every way of computing them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = "<|endoftext|>"
 
 
 def train(*, split: str | None = None, metaspace: bool = False) -> tokenizers.Tokenizer:
-    """A small BPE: GPT-2's way, or with another expression, or SentencePiece's way."""
+    """A small BPE like GPT-2's, with another expression, or like SentencePiece's."""
     model = tokenizers.Tokenizer(models.BPE(byte_fallback=metaspace))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if metaspace:
@@ -58,14 +58,14 @@ def models_by_kind():
 
 @pytest.fixture
 def tokenizer(tmp_path, models_by_kind) -> str:
-    """GPT-2's way, as a file."""
+    """A file of the model like GPT-2's."""
     path = tmp_path / "tokenizer.json"
     models_by_kind["gpt2"].save(str(path))
     return str(path)
 
 
-# What the expressions tell apart, plain and not: accents that combine, numbers that are no digits,
-# blanks of Unicode, and letters that lower and upper case leave alone.
+# Characters that the expressions distinguish, plain and not: combining accents, numbers that are
+# not digits, Unicode blanks, and letters that lower and upper case do not change.
 ALPHABET = (
     "aZst'\u2019dlmvreLS019 \t\n\r.,!?_-\"()|<>\x00\x0b\x0c\x1c\x85\xa0\xad\xb2\xbc\xb5\xdf\xe9\xff"
     "\u0130\u017f\u0301\u2003\u2028\u2009\u2160\u3000\u4e00\u3042\u0661\ufeff\U0001f600"

@@ -1,4 +1,4 @@
-"""The pages of docs/: built by Sphinx without a warning, and what they show is there."""
+"""The pages of docs/ are built by Sphinx without a warning, and the files they show exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INCLUDE = re.compile(r"```\{literalinclude\} (\S+)\n((?::[\w-]+:.*\n)*)```")
 
 
 def includes(page: Path) -> list[tuple[Path, dict[str, str]]]:
-    """Files that a page shows, and which part of each."""
+    """[(file that a page shows, options that select a part of it)]"""
     return [
         ((page.parent / name).resolve(), dict(OPTION.findall(options)))
         for name, options in INCLUDE.findall(page.read_text())
@@ -44,7 +44,7 @@ def test_what_is_shown_of_the_code_is_in_the_code():
 
 
 def test_links_lead_to_files_of_the_tree():
-    """As they stand, so that they work on GitHub as well."""
+    """As written, so that they work on GitHub as well."""
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             assert "://" in target or (page.parent / target).exists(), (page.name, target)

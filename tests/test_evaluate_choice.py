@@ -1,4 +1,4 @@
-"""LAMBADA's cloze and RACE's multiple choice against likelihoods by the reference."""
+"""LAMBADA's cloze and RACE's multiple choice against the reference's likelihoods."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_cloze_is_that_of_the_reference(sharded, continuation, strict):
 
 
 class Spelled(ByteTokenizer):
-    """Bytes whose ids are exchanged, so that `text` is spelled by `ids`."""
+    """Bytes with permuted ids, so that `ids` spell `text`."""
 
     def __init__(self, text, ids):
         super().__init__()
@@ -114,7 +114,7 @@ class Spelled(ByteTokenizer):
 
 
 def test_every_token_of_a_strict_end_must_be_found(sharded, log_probabilities):
-    """A text that the model would write itself: "c xy", as it takes these bytes."""
+    """On a text that the model itself would write: "c xy", with ids for its bytes chosen so."""
 
     def written(start):
         ids = [start]

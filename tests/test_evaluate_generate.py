@@ -1,4 +1,4 @@
-"""Written text: the references' own choice, token for token, on every layout, and what ends it."""
+"""Generated text: the reference's choice, token for token, on every layout, and what ends it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = "before " + PROMPTS[0]
 GREEDY = Sampling(temperature=0)
 
 SHARDED = Layout(data=2, pipe=2, tensor=2, virtual=2, microbatch=2)
-LAYOUTS = [  # and the most rows of a microbatch of single tokens
+LAYOUTS = [  # (model, layout, most rows of a microbatch of single tokens)
     (GPT, SHARDED, 256),
     (LLAMA, Layout(pipe=2, tensor=4), 1),  # two devices share a head of keys and values
     (LLAMA, Layout(data=2, pipe=2, virtual=2, zero=3, stage_layers=(0, 1, 2, 1)), 256),
@@ -39,7 +39,7 @@ LAYOUTS = [  # and the most rows of a microbatch of single tokens
 
 
 class Latin(ByteTokenizer):
-    """One character a byte, so that what was drawn can be read back."""
+    """One character per byte, so that the tokens drawn can be read back."""
 
     def __init__(self, eod: int | None = 0):
         super().__init__()
@@ -64,7 +64,7 @@ def trained(model, layout):
 
 
 def written(*args, **kwargs):
-    """`generate`, by the model of most tests. Three or four prompts make the same programs."""
+    """`generate` with the model of most tests. Three and four prompts use the same programs."""
     return generate(*trained(GPT, SHARDED), *args, **kwargs)
 
 
@@ -83,7 +83,7 @@ def reference_of(model):
 
 
 def next_logits(ids, model=GPT):
-    """The reference's logits float32 [V of Latin] of the token after the last S of `ids`."""
+    """The reference's logits, float32 [V of Latin], of the token after the last S of `ids`."""
     window = ids[-model.sequence :]
     padded = np.array([window + [0] * (model.sequence - len(window))])
     return np.asarray(reference_of(model)(padded))[len(window) - 1, : Latin().vocab]
@@ -91,7 +91,7 @@ def next_logits(ids, model=GPT):
 
 @functools.cache
 def chosen(model, prompt, tokens):
-    """What the reference takes after `prompt`, every time looking at the whole text again."""
+    """The reference's choice after `prompt`, reading the whole text again for each token."""
     ids = Latin().encode(prompt).tolist() or [Latin().eod]
     for _ in range(tokens):
         ids.append(int(next_logits(ids, model).argmax()))
@@ -121,7 +121,7 @@ def test_drawn_text_is_the_same_on_another_layout():
 
 
 def test_a_single_token_is_a_single_position():
-    """The logits of `extend`, which sees one token a text, are those of `read`, which sees all."""
+    """Logits of `extend`, which sees one token per text, are those of reading the whole text."""
     decoder = Decoder(*trained(GPT, SHARDED), vocab=GPT.vocab)
     random = np.random.default_rng(0)
     texts = [random.integers(0, GPT.vocab, length).tolist() for length in (3, 14, 1)]
@@ -135,7 +135,7 @@ def test_a_single_token_is_a_single_position():
 
 
 def test_what_is_kept_is_changed_where_it_lies():
-    """A token costs no copy of what is kept: that would be most of its time."""
+    """A token costs no copy of the kept keys and values, which would take most of its time."""
     run = RunConfig(model=replace(GPT, sequence=512), layout=Layout(microbatch=4), global_batch=4)
     trainer = Trainer(run)
     state = trainer.state_from(params_of(run.model))
@@ -217,8 +217,8 @@ def test_tokens_are_drawn_by_their_probability(temperature):
 
 
 def test_the_likeliest_tokens_can_be_looked_for_on_the_devices():
-    """With top_k few candidates are brought to the host, with top_p alone all logits; of 5 or of a
-    nucleus that has as many, the draws are the same."""
+    """With top_k only a few candidates are copied to the host, with top_p alone all logits; draws
+    from the best 5 and from a nucleus of 5 are the same."""
     first = next_logits([ord("a")]).astype(float)
     shares = np.sort(np.exp(first - np.logaddexp.reduce(first)))[::-1].cumsum()
     nucleus = (shares[3] + shares[4]) / 2
@@ -265,7 +265,7 @@ def test_a_stop_in_the_prompt_is_none():
 
 
 class Beyond(Latin):
-    """Has ids that the model has not."""
+    """Has ids that the model does not have."""
 
     vocab = 1000
 
@@ -274,7 +274,7 @@ class Beyond(Latin):
 
 
 class Names(Latin):
-    """Every token is written as four characters, so a stop may begin and end inside of tokens."""
+    """Every token is written as four characters, so a stop may begin and end inside tokens."""
 
     def decode(self, ids):
         return "".join(f"<{token:02x}>" for token in ids)

@@ -1,4 +1,4 @@
-"""Masked tokens: what is hidden, and perplexity and accuracy by the reference BERT."""
+"""Masked tokens: which are hidden, and perplexity and accuracy by the reference BERT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = ModelConfig(
     family="bert", layers=2, hidden=32, heads=4, sequence=16, vocab=260, compute_dtype="float32",
     init_std=0.2, vocab_multiple=8,
 )  # fmt: skip
-VOCAB = BertVocab(  # bytes, of which those beyond ASCII continue a word; and special ones
+VOCAB = BertVocab(  # bytes, those beyond ASCII continue a word; and special tokens
     special=SpecialTokens(cls=256, sep=257, mask=258, pad=259),
     continues=np.arange(260) // 128 == 1,
     others=np.arange(256, dtype=np.int32),
@@ -42,7 +42,7 @@ def sharded():
 
 
 def masked_row(part, index, *, seed):
-    """(what the model sees, what it is to restore, where), special tokens and padding with them."""
+    """(what the model sees, what it has to restore, where), with special tokens and padding"""
     targets = np.array([256, *part, 257], np.int32)
     rng = Rng(seed, index, 5)
     tokens, places = mask_words(targets, VOCAB, rng, Masking(fraction=0.3))

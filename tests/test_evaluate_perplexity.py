@@ -1,4 +1,4 @@
-"""WikiText's detokeniser rule by rule, windows by hand, and perplexities by the reference."""
+"""WikiText's detokeniser, rule by rule, windows by hand, and the reference's perplexities."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WIKITEXT = (
         ("one ! two", "one! two"),
         ("one ? two", "one? two"),
         ("one , two", "one, two"),
-        ("a .5 mark", "a .5 mark"),  # no blank after it: it is no end of a sentence
+        ("a .5 mark", "a .5 mark"),  # no blank after it: not the end of a sentence
         ("a ( b c ) d", "a (b c) d"),
         ("a [ b c ] d", "a [b c] d"),
         ("a { b c } d", "a {b c} d"),
@@ -89,7 +89,7 @@ def test_windows_score_every_target_once(length, sequence, stride):
 
 
 def test_windows_of_the_paper():
-    """S = 1,024, stride 32: the first scores 1,024, all others 32 with 992 tokens before them."""
+    """S = 1,024, stride 32: the first scores 1,024, all others 32 after 992 tokens of context."""
     rows = window_rows(np.arange(1024 + 32 * 3 + 5 + 1), sequence=1024, stride=32)
     assert [row.scored for row in rows] == [1024, 32, 32, 32, 5]
     assert [int(row.tokens[0]) for row in rows] == [0, 32, 64, 96, 128]
@@ -107,7 +107,7 @@ def log_probabilities(sharded):
 
 
 def loss_sum(ids, log_probabilities, stride):
-    """Target by target: each is read from the window that scores it."""
+    """The loss target by target, each with the window that scores it."""
     total, sequence = 0.0, MODEL.sequence
     for target in range(1, len(ids)):
         late = max(target - sequence, 0)
@@ -131,8 +131,8 @@ def test_perplexity_is_that_of_the_reference(sharded, log_probabilities, stride)
 
 
 def test_bits_per_byte_are_of_as_many_bytes_as_tokens_have(sharded):
-    """Of tokens of two bytes on average, half of the bits of a token; the first ones are no less
-    than others, though they may be halves of characters."""
+    """With tokens of two bytes on average, half of a token's bits. The first tokens count like
+    others, though they may be halves of characters."""
 
     class Pairs(ByteTokenizer):
         def encode_all(self, texts):
@@ -165,7 +165,7 @@ def test_one_word_has_no_adjusted_perplexity(sharded):
 
 
 def test_perplexity_ends_at_e_20(sharded):
-    """As the published code's; a word of 40 bytes is that unlikely."""
+    """As in the published code; a word of 40 bytes is that unlikely."""
     text = f"{'x' * 40} {'y' * 40}"
     got = perplexity(*sharded, ByteTokenizer(), [text], stride=16, wikitext=True)
     assert got.adjusted_perplexity == pytest.approx(np.exp(20))

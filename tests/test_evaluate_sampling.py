@@ -1,4 +1,4 @@
-"""A token from logits: which may be drawn, how often each is, and that a draw is repeatable."""
+"""A token from logits: which can be drawn, how often each is, and draws that can be repeated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_as_many_as_asked_for_may_be_drawn(top_k, ids):
 
 
 def test_the_nucleus_is_one_of_the_likeliest():
-    """Of the 3 likeliest 1, 3 and 4, with 40, 30 and 15 of 85 parts, the first two have 82 %."""
+    """The 3 likeliest, 1, 3 and 4, have 40, 30 and 15 of 85 parts: the first two have 82 %."""
     assert list(kept(LOGITS, top_k=3, top_p=0.81)) == [1, 3]
     assert list(kept(LOGITS, top_k=3, top_p=0.83)) == [1, 3, 4]
 
@@ -65,7 +65,7 @@ def test_of_equal_tokens_the_first_are_taken():
     top_p=st.floats(1e-3, 1),
 )  # fmt: skip
 def test_a_nucleus_of_any_distribution(seed, size, spread, top_p):
-    """Against sorting all of it: no token less would do, and none left out is likelier."""
+    """Against sorting the whole: no fewer tokens would do, and none left out is likelier."""
     logits = spread * np.random.default_rng(seed).standard_normal(size).astype(np.float32)
     found = kept(logits, top_p=top_p)
     scaled = logits.astype(float) - logits.max()

@@ -1,4 +1,4 @@
-"""What ends a text: found with the last token that it takes, wherever tokens have their borders."""
+"""Strings that end a text are found with their last token, wherever tokens are split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokenizers():
 
 
 def first_found(stops, ids, tokenizer):
-    """After how many tokens a string may have been completed."""
+    """The number of tokens after which a string may be complete; None if it never is."""
     return next((n for n in range(1, len(ids) + 1) if stops.may_stand_in(ids[:n], tokenizer)), None)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks: autodiff's pipeline computes what ours does, the tables say what was measured."""
+"""The benchmarks: autodiff's pipeline computes what ours does; tables show what was measured."""
 
 import ast
 import importlib
@@ -32,7 +32,7 @@ MACHINE = {"cores": 2, "jax": "0.10.2", "load_at_start": 0.1}
 
 @pytest.fixture(scope="module", autouse=True)
 def beside_the_scripts():
-    """As Python does for a script, its own folder comes first."""
+    """Put the scripts' folder first in the path, as Python does for a script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXPERIMENTS))
         yield
@@ -116,7 +116,8 @@ def test_autodiff_executes_the_matmuls_that_the_table_says_and_keeps_every_tick(
     row, _ = by_autodiff(pipeline)
     trainer = row.trainer(RUN, 8)
     compiled = trainer.compile_step()
-    # The head runs in 8 of the ticks of either way; no other conditional holds a matmul.
+    # The head runs in 8 of the forward ticks and 8 of the backward; no other conditional has
+    # matmuls.
     share = 8 / (row.ticks(trainer) / 2)
     device_flops = read_program(compiled.as_text()).matmul_flops(lambda _: (1 - share, share))
     assert 2 * device_flops == pytest.approx(row.matmul_flops(MODEL, 8), rel=1e-12)
@@ -143,7 +144,7 @@ def test_table_of_all_rows_fits_the_page(pipeline, virtual):
     assert len(rows) == (5 if virtual == 1 else 8)
     result = pipeline.result_of(rows, [0.5], options=options, model=MODEL, machine=MACHINE)
     lines = printed(pipeline, result)
-    assert len(lines) == len(rows) + 3  # two of header, the title: no row is wrapped
+    assert len(lines) == len(rows) + 3  # two lines of header and the title: no row is wrapped
     assert max(map(len, lines)) <= 100 and "…" not in "".join(lines)
     assert "measured, 2 cores, jax 0.10.2" in lines[-1]
     assert "m=128" in lines[1] and "11.673" in lines[2]  # the median of 12.3456 and 11.0

@@ -1,4 +1,4 @@
-"""The benchmark of float8: a short training beside bfloat16, and what it prints and refuses."""
+"""The benchmark of float8: short training beside bfloat16, and what it prints and refuses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 @pytest.fixture(scope="module")
 def bench_fp8():
-    """As Python does for a script, its own folder comes first."""
+    """The script's module, with its folder first in the path, as Python does for a script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXPERIMENTS))
         yield importlib.import_module("bench_fp8")
 
 
 def test_a_short_training_goes_as_in_bfloat16(bench_fp8, optimised):
-    """Both learn; float8 ends within a quarter of a per cent, and is not the same."""
+    """Both learn; float8 ends within a quarter of a percent, but is not equal."""
     options = bench_fp8.Options(
         steps=60, layers=2, hidden=64, sequence=32, lr=3e-3, layouts="1x1x2"
     )

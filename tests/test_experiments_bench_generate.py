@@ -1,4 +1,4 @@
-"""The benchmark of writing: every way writes the same, and what it prints and refuses."""
+"""The benchmark of generation: every way writes the same; what it prints and refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 @pytest.fixture(scope="module")
 def bench_generate():
-    """As Python does for a script, its own folder comes first."""
+    """The script's module, with its folder first in the path, as Python does for a script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXPERIMENTS))
         yield importlib.import_module("bench_generate")

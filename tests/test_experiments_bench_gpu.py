@@ -1,4 +1,5 @@
-"""The benchmark of one GPU, as far as a CPU can try it: it steps aside, and reads what it times."""
+"""The benchmark of one GPU, as far as a CPU can run it: it does nothing without a GPU, and reads
+its measurements right."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 @pytest.fixture(scope="module")
 def bench_gpu():
-    """As Python does for a script, its own folder comes first."""
+    """The script's module, with its folder first in the path, as Python does for a script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXPERIMENTS))
         yield importlib.import_module("bench_gpu")
@@ -41,7 +42,7 @@ def test_a_shard_has_the_heads_of_its_device(bench_gpu):
 
 
 def test_a_plain_loop_gives_the_gradients_of_the_pipeline(bench_gpu):
-    """Else the table would compare steps that compute other things."""
+    """Otherwise the table would compare steps that compute different things."""
     model = GPT(layers=2, hidden=16, heads=2, sequence=8, vocab=32, compute_dtype="float32")
     run = RunConfig(model=model, layout=Layout(microbatch=2), global_batch=4)
     found = []
@@ -57,7 +58,7 @@ def test_a_plain_loop_gives_the_gradients_of_the_pipeline(bench_gpu):
 
 
 def test_kernels_of_a_trace_are_summed_by_kind(bench_gpu, tmp_path):
-    """Those of the GPU's streams, and nothing of the host's or of rows that repeat them."""
+    """Only kernels of the GPU's streams count, not the host's or those of rows that repeat them."""
 
     def named(kind, name, pid, tid=0):
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""The benchmark of schedules: what it predicts from measured parts, what it prints, and refuses."""
+"""The benchmark of schedules: what it predicts from measured parts, prints, and refuses."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def table(name, virtual=None):
     return make(name, microbatches=M, stages=P, virtual=virtual)
 
 
-# With B and W in one or apart, the work is the same; 0.5 an item, 0.01 a tick and 3 come on top.
+# With B and W in one or separate, the work is the same; plus 0.5 per item, 0.01 per tick and 3.
 @pytest.mark.parametrize(
     ("name", "work"),
     [("gpipe", M * 3.0), ("1f1b", M * 3.0), ("zb_h1", M * 3.0), ("interleaved_1f1b", 2 * M * 3.0),
@@ -43,7 +43,7 @@ def test_devices_that_share_cores_take_as_long_as_all_work(name, work):
 
 @pytest.mark.parametrize(("name", "bubble"), [("1f1b", 3 * 3.0), ("aligned_zb", 3 * 2.25)])
 def test_devices_of_their_own_wait_for_one_another(name, bubble):
-    """(p-1)(F+B+W), of which the aligned table leaves (p-1)(F+B)."""
+    """The bubble is (p-1)(F+B+W); in the aligned table it is (p-1)(F+B)."""
     schedule = table(name)
     want = M * 3.5 + bubble + 0.01 * schedule.ticks + 3
     assert bench_schedules.step_on_own_cores(schedule, COSTS) == pytest.approx(want)
@@ -70,7 +70,7 @@ def test_an_op_of_a_chunk_or_slice_is_priced_as_one():
 
 def test_bytes_of_all_slots():
     sizes = Sizes(input=1, residuals=100, deferred=10_000, cache=1_000_000)
-    assert bench_schedules.slot_bytes(table("1f1b"), sizes) == 7 * 100 + 2  # one way up, one down
+    assert bench_schedules.slot_bytes(table("1f1b"), sizes) == 7 * 100 + 2  # one slot up, one down
     split = table("zb_h1")
     waiting = split.slots * 100 + split.weight_stash.slots * 10_000
     assert bench_schedules.slot_bytes(split, sizes) == waiting + split.receive_slots + 2
@@ -112,7 +112,7 @@ def test_a_mistake_is_one_line(capsys, arguments, complaint):
 
 @pytest.fixture(scope="module")
 def measured():
-    """A plain table, one with W apart, and one of two chunks and slices."""
+    """A plain table, one with separate W, and one of two chunks and slices."""
     options = Options(stages=2, microbatches=2, rounds=1, schedules="1f1b,zb_h1,seq1f1b")
     names = ("1f1b", "zb_h1", "seq1f1b v=2")
     rows = [row for row in rows_of(options, MODEL.layers) if row.name in names]
@@ -190,7 +190,7 @@ def test_losses_that_differ_are_not_printed(capsys, monkeypatch):
 
 
 def test_everything_fits_the_page(capsys):
-    """All rows, with the widest numbers, both ways to share cores."""
+    """All rows, with the widest numbers, with own and with shared cores."""
     seconds = step_parts.Seconds(12.3456, 23.4567)
     for cores in (2, 16):
         rows = [

@@ -1,4 +1,4 @@
-"""The scripts that put published beside predicted: what they print, draw, and refuse."""
+"""The scripts that compare published and predicted values: what they print, draw and refuse."""
 
 import figures
 import fit_time
@@ -74,7 +74,7 @@ def test_the_packages_constants_are_those_of_the_fit():
 
 
 def test_what_no_run_tells_stays_where_the_fit_starts():
-    """Without figure 13 no tensor group that is fitted leaves its node."""
+    """Without figure 13 no fitted run has a tensor group that leaves its node."""
     inside = [run for run in FITTED_RUNS if run.where == "figure 16"]
     fitted = fit_time.fit(inside, rounds=5)
     assert fitted.network_share == fit_time.START["network_share"]

@@ -1,4 +1,4 @@
-"""The main job from end to end, in small; the full size is refused."""
+"""The main job from end to end, in miniature; the full size is refused."""
 
 from __future__ import annotations
 

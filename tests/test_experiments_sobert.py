@@ -1,4 +1,4 @@
-"""The recipe of SOBert: its costs, and posts as text. `mtx data` and `mtx train` have own tests."""
+"""SOBert's recipe: costs, and posts as text. `mtx data` and `mtx train` have their own tests."""
 
 from __future__ import annotations
 

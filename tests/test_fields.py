@@ -1,4 +1,4 @@
-"""The types of fields, whatever a file or a notebook gives for them."""
+"""The types of fields, whatever values a file or a notebook gives."""
 
 import typing
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ def test_one_path_alone_is_a_path():
     ],
 )  # fmt: skip
 def test_every_number_of_things_has_a_bound_of_its_own(kind):
-    """Below which nothing is made of it, so that no number can take all memory or time."""
+    """Nothing is made of a number beyond it, so that none can take all memory or time."""
 
     def bounds(hint) -> list[Between]:
         if isinstance(hint, Between):

@@ -1,4 +1,4 @@
-"""`mtx.files`: whatever a file holds, it is read, or refused in one line that names it."""
+"""`mtx.files`: any file is read, or refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_is_no_file_of_text_is_refused_by_every_reader(tmp_path, name):
     path.mkdir()
     refusal(READERS[name], path)
     path.rmdir()
-    os.mkfifo(path)  # nobody writes to it: a reader that opened it would wait for ever
+    os.mkfifo(path)  # nobody writes to it: a reader that opened it would wait forever
     refusal(READERS[name], path)
     path.unlink()
     path.symlink_to(path)

@@ -1,4 +1,4 @@
-"""Who may import whom: never upward, never in a circle, and the ground needs no JAX."""
+"""Which modules may import which: never upward, never in a circle; the ground needs no JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDER = (
     "mtx.conversion", "mtx.evaluation", "mtx.certify", "mtx.train", "mtx.api", "mtx.view",
     "mtx.cli", "mtx.__main__", "experiments",
 )  # fmt: skip
-# They do not know each other, whatever their height.
+# These do not know each other, whatever their order.
 STRANGERS = [
     ("mtx.pipeline", "mtx.layers"), ("mtx.pipeline", "mtx.families"),
     ("mtx.launch", "mtx.pipeline"), ("mtx.launch", "mtx.step"), ("mtx.launch", "mtx.layers"),
@@ -49,9 +49,9 @@ FILES = {
 
 
 def imports(source: str, module: str, *, package: bool = False, lazy: bool = True) -> set[str]:
-    """What `source` of `module` imports, as "module.name" for `from module import name`.
+    """Names that `source` of `module` imports, "module.name" for `from module import name`.
 
-    Without `lazy`, only what runs when the module is imported.
+    Without `lazy`, only imports that run when the module is imported.
     """
     found = set()
     stack: list[ast.AST] = [ast.parse(source)]
@@ -93,7 +93,7 @@ def within(module: str, prefix: str) -> bool:
 
 
 def package_of(module: str) -> str | None:
-    """The longest name of `ORDER` that it is in."""
+    """The longest name of `ORDER` that contains the module."""
     return max((name for name in ORDER if within(module, name)), key=len, default=None)
 
 
@@ -120,7 +120,7 @@ def test_every_package_has_its_place():
 
 @pytest.mark.parametrize("module", FILES)
 def test_no_import_runs_upward(module):
-    """Lazy ones count. A family's `stack` is made of layers, which lie below it."""
+    """Lazy imports count. A family's `stack` is made of layers, which are below it."""
     for other in own_modules(imports_of(module)):
         one, two = ORDER.index(package_of(module)), ORDER.index(package_of(other))
         assert two <= one, f"{module} imports {other}, which stands above"

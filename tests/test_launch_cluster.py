@@ -1,4 +1,4 @@
-"""Who this process is, from options or a launcher's variables."""
+"""The identity of this process, from options or a launcher's variables."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_first_match_wins():
 @pytest.mark.parametrize(
     ("environment", "gpus"),
     [
-        ({}, (1,)),  # nothing known: one each
+        ({}, (1,)),  # nothing known: one GPU each
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (4, 5, 6, 7)),
         ({"SLURM_GPUS_ON_NODE": "8"}, (4, 5, 6, 7)),

@@ -1,4 +1,4 @@
-"""Who is named when processes die, freeze, hang or lose a connection; and which one is slow."""
+"""Which process is named when some die, freeze, hang or lose a connection; and which is slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seen(*each: Heartbeat) -> dict[int, Heartbeat]:
 
 
 def watch(judge: Judge, until_s: float, each) -> tuple[float, Verdict] | None:
-    """Twice a second until there is a verdict; `each` gives the heartbeats at a time."""
+    """Judge twice a second until there is a verdict; `each` gives the heartbeats at a time."""
     for tick in range(int(until_s * 2) + 1):
         if verdict := judge.see(each(tick / 2, tick), tick / 2):
             return tick / 2, verdict
@@ -111,7 +111,7 @@ def test_a_process_that_was_away_itself_blames_nobody():
 
 
 def test_a_judge_that_often_comes_late_still_names_who_is_lost():
-    """On a busy machine it looks every 1.5 s, and not twice a second."""
+    """On a busy machine it looks every 1.5 s instead of twice a second."""
     judge = Judge(silent_s=10, suspect_s=2)
     for tick in range(20):
         error = "Gloo: reset by peer" if tick > 3 else ""

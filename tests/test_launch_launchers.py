@@ -1,4 +1,4 @@
-"""The example scripts under launch/: what they set is what is read, and who they call exists."""
+"""The example scripts under launch/: variables they set are read, and commands they call exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_scripts_are_shell(name):
 
 
 def fake(folder: Path, name: str, *lines: str) -> None:
-    """A command of that name, first in the path."""
+    """Make a command of this name, first in the path."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text("\n".join(["#!/bin/bash", *lines]) + "\n")
@@ -67,7 +67,7 @@ def test_environment_script_says_who_it_is(tmp_path):
 
 
 def devices_of(arguments: list[str]) -> int:
-    """How many the layout of `mtx train ARGUMENTS` is for. UserError where it cannot be."""
+    """The number of devices in the layout of `mtx train ARGUMENTS`. UserError if it is invalid."""
     start = TrainOptions(run=preset(arguments[0]))
     return parse(arguments[1:], start, prog="mtx train").run.layout.devices
 
@@ -94,7 +94,7 @@ def test_examples_have_a_layout_for_their_devices(file, before, devices):
 
 
 def test_jobset_is_one():
-    """By what jobset.x-k8s.io/v1alpha2 and batch/v1 ask for."""
+    """As jobset.x-k8s.io/v1alpha2 and batch/v1 require."""
     manifest = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert manifest["spec"].keys() == {"failurePolicy", "network", "replicatedJobs"}
@@ -106,7 +106,7 @@ def test_jobset_is_one():
     (on_exit,) = job["podFailurePolicy"]["rules"]
     assert on_exit["onExitCodes"]["values"] == [Exit.MISTAKE]
     pod = job["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # a pod failure policy asks for it
+    assert pod["restartPolicy"] == "Never"  # a pod failure policy requires it
     (container,) = pod["containers"]
     assert container["name"] == on_exit["onExitCodes"]["containerName"]
     assert container["command"][:2] == ["mtx", "train"] and container["command"][2] in NAMES

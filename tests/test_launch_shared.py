@@ -1,5 +1,5 @@
-"""Two real processes whose out, and what they are asked for, is, and is not, one: told by both,
-before anything else."""
+"""Two real processes with the same or different `out`, and the same or different requests: both
+report a difference before anything else."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ run_training(replace(run, out=str(own / "run")))  # leaves by itself
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """By case: what each of two processes says; and the folder. Both disks have a run's folder with
-    the same checkpoint in it, as if it had been copied there."""
+    """({case: what each of two processes says}, the folder). Both disks have a run's folder with
+    the same checkpoint, as if it had been copied there."""
     folder = tmp_path_factory.mktemp("disks")
     for name in ("same", "disk0", "disk1"):
         (folder / name).mkdir()
@@ -108,7 +108,7 @@ def said(tmp_path_factory):
             out, errors = worker.communicate(timeout=300)
             assert worker.returncode == Exit.MISTAKE, errors
             assert "Traceback" not in errors, errors
-            # Process 0 says it always, another one only if it was the first to find it.
+            # Process 0 always says it, another only if it was the first to find it.
             lines = [line for line in errors.splitlines() if "out=" in line]
             assert len(lines) == 1 or (process > 0 and not lines), errors
             found.setdefault("restored", []).extend("out=" + s.partition("out=")[2] for s in lines)
@@ -129,11 +129,11 @@ def test_a_folder_that_all_share(said):
 @pytest.mark.parametrize("case", ["not there", "restored"])
 def test_a_folder_of_each_host_is_refused_by_all(said, case):
     folder, found = said
-    (one,) = set(found[case])  # and so none of them waits for another
+    (one,) = set(found[case])  # so none of them waits for another
     out = folder / "disk1" / {"not there": "new/run", "restored": "run"}[case]
     assert f"out={out} is not on a disk that all processes share: process 1 on " in one
     assert "does not see what process 0 writes there" in one and "\n" not in one
-    for disk in ("disk0", "disk1"):  # as they were
+    for disk in ("disk0", "disk1"):  # unchanged
         assert [p.name for p in (folder / disk).iterdir()] == ["run"]
         assert [p.name for p in (folder / disk / "run").iterdir()] == ["checkpoints"]
         assert Checkpoints(folder / disk / "run").steps() == [3]
@@ -162,7 +162,7 @@ def test_a_run_asks_whether_all_processes_have_its_config_and_data(tmp_path, mon
     monkeypatch.setattr(loop, "require_same", asked.__setitem__)
     loop.run_training(replace(RUN, layout=Layout(), steps=1, out=str(tmp_path / "run")))
     assert {"optimizer.lr", "global_batch", "seed", "data.split"} <= asked["run"].keys()
-    assert not {"out", "data.path", "data.tokenizer"} & asked["run"].keys()  # names of each host
+    assert not {"out", "data.path", "data.tokenizer"} & asked["run"].keys()  # names on each host
     assert asked["data"]["tokens to train on"] > 0
     assert asked["data"]["tokenizer sha256"] == ByteTokenizer().identity.sha256
 

@@ -1,4 +1,4 @@
-"""Processes of one machine: their devices, how they meet, and one fault from beginning to end."""
+"""Processes of one machine: their devices, how they connect, and one fault from start to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtx.launch import start
 from mtx.launch.start import _own_address, _refuse_taken_port, join_cluster, use_virtual_devices
 from mtx.train import memory
 
-# The C library's own malloc, not the one that `conftest.py` puts before it.
+# The C library's own malloc, not the one that `conftest.py` preloads.
 GLIBC = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
@@ -52,7 +52,7 @@ def test_own_address_is_that_of_the_way_to_the_other():
 
 
 def test_virtual_devices_keep_what_the_environment_sets(monkeypatch):
-    monkeypatch.setattr(start, "_started_jax", lambda: True)  # else JAX would be told of it
+    monkeypatch.setattr(start, "_started_jax", lambda: True)  # leaves JAX's config alone
     monkeypatch.setattr(start, "_device_count", lambda: 7)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=7")
     monkeypatch.setenv("NPROC", "5")
@@ -146,7 +146,7 @@ def test_a_program_too_large_to_keep_gives_its_memory_back(monkeypatch, temp_byt
     reason="another C library, or a kernel without huge pages",
 )
 def test_the_heap_is_of_huge_pages():
-    """Those that the kernel may make huge have `hg` among their flags."""
+    """Pages that the kernel may make huge have `hg` among their flags."""
     code = r"""
 import re
 from mtx.launch.start import keep_freed_memory

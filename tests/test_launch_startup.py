@@ -1,4 +1,4 @@
-"""From launch to the first step: where the time went, and where compiled programs are kept."""
+"""From launch to the first step: where the time goes, and where compiled programs are kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_process_has_an_age():
 
 @pytest.fixture
 def updates(monkeypatch):
-    """What JAX's config was given, in place of JAX."""
+    """The updates to JAX's config, recorded instead of applied."""
     given = {}
     monkeypatch.setattr(jax.config, "update", given.__setitem__)
     return given
@@ -74,7 +74,7 @@ def test_the_compile_cache_is_the_users_alone(tmp_path, monkeypatch, updates):
 
 @pytest.mark.parametrize(("directory", "processes"), [("none", 1), ("auto", 2)])
 def test_no_compile_cache(monkeypatch, updates, directory, processes):
-    monkeypatch.setattr(jax, "process_count", lambda: processes)  # of CPUs, where it helps only one
+    monkeypatch.setattr(jax, "process_count", lambda: processes)  # on CPUs, where it helps only one
     assert use_compile_cache(directory) is None
     assert updates == {"jax_enable_compilation_cache": False}
 

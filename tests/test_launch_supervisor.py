@@ -17,7 +17,7 @@ from mtx.errors import UserError
 from mtx.launch.exits import Exit
 from mtx.launch.supervisor import LaunchOptions, _cluster_variables, supervise
 
-# A process without JAX: what it is to do stands in the script, and `attempt` counts its starts.
+# A process without JAX: the script says what it does, and `attempt` counts its starts.
 PRELUDE = """
 import json, os, pathlib, signal, sys, time
 rank = int(os.environ["JAX_PROCESS_ID"])
@@ -174,7 +174,7 @@ def running(pid: int) -> bool:
         return False
 
 
-# -- what it refuses, and what it gives ------------------------------------------------------------
+# -- what it refuses, and what it passes on --------------------------------------------------------
 
 
 @pytest.mark.parametrize(

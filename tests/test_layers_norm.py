@@ -1,5 +1,5 @@
-"""Backward passes that are written by hand, against JAX's own of the same formula: norms, what
-gates an MLP, and what takes a bias along."""
+"""Backward passes written by hand, against JAX's own for the same formula: norms, gates of MLPs,
+and activations with a bias."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def arrays(*shapes) -> list:
 
 
 def check(found, expected, *given) -> None:
-    """The gradients of both."""
+    """Compare the gradients of both functions."""
     (weights,) = arrays(expected(*given).shape)
     places = tuple(range(len(given)))
     for one, other in zip(
@@ -53,7 +53,7 @@ def check(found, expected, *given) -> None:
 
 @pytest.mark.parametrize("rows", [(3,), (2, 64), (2, 192)])
 def test_gradients_of_norms(rows):
-    """Of rows that are summed in one step, and in two."""
+    """With rows that are summed in one step, and in two."""
     x, scale, bias = arrays((*rows, 24), 24, 24)
     check(lambda *given: layer_norm(*given, 1e-5), of_layer, x, scale, bias)
     check(lambda x, scale, bias: rms_norm(x, scale, 1e-5) + 0 * bias, of_rms, x, scale, bias)
@@ -70,7 +70,7 @@ def test_gradients_of_a_gated_activation(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gates", [False, True])
 def test_gradients_of_an_activation_with_its_bias(activation, gates):
-    """Of rows whose biases' gradients are summed in two steps."""
+    """With rows over which the bias's gradient is summed in two steps."""
 
     def expected(y, b):
         z, act = y + b, ACTIVATIONS[activation]

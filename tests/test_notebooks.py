@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and carries what it shows then."""
+"""Every notebook runs from top to bottom, and is stored with its outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cells(path: Path, kind: str) -> list[dict]:
 
 
 def kinds(path: Path) -> list[list[str]]:
-    """Of each cell's outputs: what they can be shown as."""
+    """The types in which each cell's outputs can be shown."""
     return [
         [kind for output in cell["outputs"] for kind in output.get("data", {})]
         for cell in cells(path, "code")
@@ -53,7 +53,7 @@ def test_it_is_thin(path):
 
 @each_notebook
 def test_what_it_shows_is_kept_and_fit_to_be(path):
-    """All cells were run in order, nothing is of this machine, and nothing needs a kernel."""
+    """All cells were run in order; nothing names this machine, and nothing needs a kernel."""
     text, code = path.read_text(), cells(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert len(text) < MOST_BYTES
@@ -74,8 +74,8 @@ def test_what_it_shows_is_kept_and_fit_to_be(path):
 
 @each_notebook
 def test_it_runs(path, tmp_path):
-    """In a process of its own: the kernel's client leaves threads behind, and JAX starts once. What
-    it prints is what it has been saved with, where that is arithmetic alone."""
+    """In a separate process: the kernel's client leaves threads behind, and JAX starts once. It
+    prints what it was saved with, if that is only arithmetic."""
     pytest.importorskip("nbclient", reason="notebooks need nbclient: pip install mtx[test]")
     pytest.importorskip("ipykernel", reason="notebooks need ipykernel: pip install mtx[test]")
     done = tmp_path / path.name

@@ -57,7 +57,7 @@ def canonical(trainer, tree):
 
 
 def by_hand(p, g, state, step: int, *, name: str, lr, b1, b2, decay):
-    """The papers' formulas, an array at a time: (new parameter, new state)."""
+    """The papers' formulas, one array at a time: (new parameter, new state)."""
     if name == "lion":
         (m,) = state
         direction, state = np.sign(b1 * m + (1 - b1) * g), (b2 * m + (1 - b2) * g,)
@@ -70,7 +70,7 @@ def by_hand(p, g, state, step: int, *, name: str, lr, b1, b2, decay):
 
 @functools.cache
 def differing_on(layout):
-    """For gradients, which no optimizer changes."""
+    """A trainer for gradients, which do not depend on the optimizer."""
     return trainer_on(layout, LION)
 
 
@@ -143,7 +143,7 @@ def test_every_parameter_has_a_role(family):
     assert jax.tree.structure(model.roles) == jax.tree.structure(
         jax.tree.map(str, model.specs, is_leaf=lambda a: isinstance(a, jax.sharding.PartitionSpec))
     )
-    # What is decayed was once told by its name: names like these still say it.
+    # Names used to decide what is decayed: names like these still show it.
     for name, role in roles.items():
         table = name in ("embed.encoder_bias", "embed.decoder_bias")  # of distances
         if name.endswith((".b", "bias", ".scale", ".sinks")) and not table:

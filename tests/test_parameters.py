@@ -1,5 +1,5 @@
-"""What tests draw by NumPy is like what training starts from: of every kind of sublayer the same
-arrays, those that begin alike the same values, and no others."""
+"""Parameters that tests draw by NumPy are like those that training starts from: the same arrays for
+every kind of sublayer, and the same values for those that begin constant, and no others."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What can be no file of this machine is refused, wherever it is named, and nothing is made."""
+"""Names that cannot be files of this machine are refused wherever given, and nothing is made."""
 
 from __future__ import annotations
 

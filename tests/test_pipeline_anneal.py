@@ -1,5 +1,5 @@
-"""Orders by simulated annealing: what is timed from where a sequence changes costs what it would
-from its beginning."""
+"""Orders by simulated annealing: timing a sequence from its first change gives the same cost as
+timing it from its beginning."""
 
 import math
 from random import Random
@@ -10,7 +10,7 @@ from mtx.pipeline.anneal import Streams
 
 
 def drawn(random: Random) -> Streams:
-    """Some twenty matmuls, collectives and passes, each waits for a few of those before it."""
+    """22 matmuls, collectives and passes, each of which waits for a few of those before it."""
     kinds = [random.choice(("matmul", "loose", "link", "link", "move")) for _ in range(22)]
     return Streams(
         [random.choice((0.0, 1e-6, 2e-5, 5e-5, 1e-4)) for _ in kinds],

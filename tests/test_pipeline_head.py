@@ -1,4 +1,4 @@
-"""The head a part of the sequence at a time: what it gives whole, and no logits of a whole one."""
+"""The head on one part of the sequence at a time: the values of the whole, without whole logits."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def batch_of(model):
 
 
 def trainer_of(model, layout, monkeypatch=None, positions=0):
-    """At most so many positions of a shard at once, where there are any."""
+    """A trainer whose head takes at most `positions` of a shard at once, unless 0."""
     if positions:
         shards = layout.tensor if layout.sequence_parallel else 1
         vocab = model.padded_vocab(layout.vocab_shards) // layout.vocab_shards
@@ -53,7 +53,7 @@ def trainer_of(model, layout, monkeypatch=None, positions=0):
 
 @functools.cache
 def whole_of(model):
-    """On one device."""
+    """(loss, gradients) on one device."""
     trainer = trainer_of(model, Layout())
     return trainer.loss_and_gradients_of(trainer.masters_from(params_of(model)), batch_of(model))
 
@@ -111,7 +111,7 @@ def test_scores_and_losses_of_parts_are_those_of_the_whole(model, layout, monkey
 
 
 def compiled(trainer):
-    """(elements of every array, FLOPs, temporary bytes) of the step."""
+    """(sizes of all arrays, FLOPs, temporary bytes) of the step."""
     step = trainer.compile_step()
     program = read_program(step.as_text())
     shapes = [s for c in program.computations.values() for i in c.values() for s in i.shapes]
@@ -120,7 +120,7 @@ def compiled(trainer):
 
 
 def test_logits_are_never_whole(monkeypatch):
-    """Nor is any logit computed twice; and the memory is that of a part."""
+    """Nor is any logit computed twice, and memory is that of one part."""
     model = replace(GPT, sequence=64, vocab=4000, hidden=24, layers=2, vocab_multiple=1)
     layout, logits = Layout(pipe=2), 64 * 4000 // 2
     whole, flops, memory = compiled(trainer_of(model, layout))

@@ -1,5 +1,5 @@
 """A model of different kinds of layers gives the loss and the gradients of its unsharded reference
-under every family of schedules, however its pattern falls on the chunks; and is saved and restored.
+with every family of schedules, however chunks divide its pattern; and it is saved and restored.
 """
 
 import functools
@@ -106,7 +106,7 @@ def test_held_out_losses_and_scores_equal_the_reference(layout):
     ids=["alternating", "uneven", "differing"],
 )
 def test_texts_go_on_with_what_each_kind_keeps(pattern, layout):
-    """The logits of each next position are those of the whole text."""
+    """The logits of each next position equal those of the whole text."""
     layout = replace(layout, sequence_parallel=False)
     rows, first = 4, 5
     trainer = trainer_of(pattern, layout, rows)

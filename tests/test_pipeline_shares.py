@@ -1,5 +1,5 @@
-"""The weight gradients of a tick's last layer, shared out among what is sent: whatever lies where,
-the same gradients; and where most is hidden."""
+"""The weight gradients of a tick's last layer, divided over the sends: the gradients are the same
+however they are divided, and the division chosen hides most."""
 
 import itertools
 from functools import partial
@@ -22,7 +22,7 @@ def names(division, leaves):
 
 
 def in_parts(vjp, division, residuals, params, given, dy):
-    """The gradients, of B and of each part by itself."""
+    """The gradients, joined from B's and from each part, which runs separately."""
     arguments = jax.tree.leaves((residuals, params, given, dy))
     early, others, waits = division.of_b(division.cut.b(*arguments))
     leaves = jax.tree.leaves(early, is_leaf=lambda a: a is None)
@@ -92,7 +92,7 @@ def test_where_nothing_is_sent_the_smallest_stays_with_b_and_the_others_lie_apar
 
 
 def exposed_s(seconds, parts, sends, scatter_s, x_beside_head):
-    """In plain numbers, tick by tick."""
+    """Exposed seconds in plain numbers, tick by tick."""
     beside = [sum(s for s, p in zip(seconds, parts) if p == part) for part in range(4)]
     with_head = list(sends.with_head)
     if not x_beside_head:
@@ -106,7 +106,7 @@ def exposed_s(seconds, parts, sends, scatter_s, x_beside_head):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_least_is_left_exposed(seed):
-    """Of all ways that there are, in two shares as well where that is worth the copies."""
+    """Among all ways, including two shares of a gradient if that is worth the copies."""
     random = np.random.default_rng(seed)
     seconds = sorted(random.uniform(5e-5, 7e-4, 4), reverse=True)
     items = [shares._Item(leaf, s, int(1e12 * s), (leaf,)) for leaf, s in enumerate(seconds)]
@@ -133,13 +133,13 @@ def test_least_is_left_exposed(seed):
     ]
     least = min(of(choice) + (copied_s if choice.units else 0.0) for choice in every)
     cost = of(found) + (copied_s if found.units else 0.0)
-    assert least - 1e-12 <= cost <= least + 2e-6  # so little is no reason for another way
+    assert least - 1e-12 <= cost <= least + 2e-6  # so small a gain is no reason for another way
     assert cost < of(first) or found == first
 
 
 def test_gate_and_up_lie_in_two_parts_and_enough_beside_what_is_scattered_last():
-    """A tick of Llama 2 70B, by the costs of its gradients: that of keys and values, the smallest,
-    is too short for the scatter, and gate and up together take longer than anything sent."""
+    """A tick of Llama 2 70B, by the costs of its gradients: the smallest, of keys and values, is
+    too short for the scatter, and gate and up together take longer than any send."""
     items = [
         shares._Item(leaf, seconds, int(1e12 * seconds), (leaf,))
         for leaf, seconds in enumerate((650e-6, 325e-6, 93e-6, 93e-6, 32e-6))

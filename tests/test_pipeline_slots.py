@@ -1,4 +1,4 @@
-"""Parts of arrays by traced indices: in place, and what an index outside stands for."""
+"""Parts of arrays at traced indices: changed in place, and the meaning of indices out of range."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""The backward pass of a layer cut in two, as the matmuls, values, sizes and collectives that it
-then has."""
+"""The backward pass of a layer split in two: its matmuls, values, sizes and collectives."""
 
 from collections import Counter
 from functools import partial
@@ -64,7 +63,7 @@ def in_two(vjp, residuals, params, given, dy):
 
 
 def flops(f, *args):
-    """Of the matmuls that XLA leaves in f."""
+    """FLOPs of the matmuls that XLA leaves in f."""
     return read_program(jax.jit(f).lower(*args).compile().as_text()).matmul_flops()
 
 
@@ -164,7 +163,7 @@ def collectives(jaxpr) -> Counter:
 
 
 def sharded(recompute, sequence_parallel, tensor=2):
-    """(deferred, collectives of the whole backward pass, of B, of W) of a tensor shard."""
+    """(shapes deferred, collectives of the whole backward pass, of B, of W) of a tensor shard."""
     axes = Axes.of(Layout(tensor=tensor, sequence_parallel=sequence_parallel))
     gpt, seen = Model(config_of(), axes=axes, recompute=recompute), {}
 
@@ -202,7 +201,7 @@ def test_with_sequence_parallelism_inputs_wait_as_shards_and_w_gathers_them(reco
     assert first["reduce_scatter"] >= 2
     shards = [shape for shape in deferred if shape[:2] == (ROWS, SEQUENCE // tensor)]
     assert shards == [(ROWS, SEQUENCE // tensor, HIDDEN)] * 2
-    # What B has gathered for itself, the gradients of the two row layers' outputs, waits whole.
+    # The gradients of the two row layers' outputs, which B gathers itself, are deferred whole.
     split, gathered = (2 * MULTIPLE + 6) // tensor, 2
     elements = sum(int(np.prod(shape)) for shape in deferred)
     assert elements == (split + gathered) * ROWS * SEQUENCE * HIDDEN
@@ -220,7 +219,7 @@ def test_without_sequence_parallelism_w_needs_no_collective():
 
 
 def check_layer(layer, params):
-    """(which gradients wait, shapes of what waits); the gradients are those of the whole."""
+    """(which gradients W makes, shapes deferred to it); checks the gradients' values."""
     x = random_like(jax.ShapeDtypeStruct((2, 3, 4), jnp.float32))
     vjp = LayerVJP(layer, params, x, None)
     dy = random_like(x, seed=1)

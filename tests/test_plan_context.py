@@ -1,4 +1,4 @@
-"""Plans of sequences that are cut over `context`."""
+"""Plans with sequences split over `context`."""
 
 from dataclasses import replace
 
@@ -50,8 +50,8 @@ def test_an_all_to_all_sends_to_other_nodes_over_a_device_s_own_card():
 
 
 def test_attention_is_shared_out_evenly_and_only_its_ring_s_sends_may_hide():
-    """As much attention for each way; the time of what is sent by the closed form, in a layout in
-    which nothing can hide it: a node a device, and little attention."""
+    """Attention is divided by the number of devices; the sends take the time of the closed form, in
+    a layout where nothing can hide them: one device per node, and little attention."""
     far = replace(H100, node_devices=1, network_gb_s=1e-3)
     layout = Layout(context=4, context_attention="ring")
     model = replace(SMALL, sequence=8192)
@@ -105,8 +105,8 @@ def test_the_fastest_way_that_does_not_fit_is_not_taken():
 
 
 def test_memory_is_what_the_layers_of_a_part_keep():
-    """By hand: of around_attention the layer's input and attention's output, in 16 bits, and a
-    float32 a query; masters and moments over data x context."""
+    """By hand: around_attention keeps the layer's input and attention's output, in 16 bits, and one
+    float32 per query; masters and moments are sharded over data x context."""
     cost = layer_cost(
         LLAMA, kind="block", kernel="cudnn", context=8, context_attention="ring",
         recompute="around_attention",
@@ -124,8 +124,8 @@ def test_memory_is_what_the_layers_of_a_part_keep():
     assert sharded.stash_bytes * 7.9 < whole.stash_bytes
 
 
-# Of a device, by XLA for devices that are not there, jax 0.12.0.1, cuDNN's attention; all with
-# zero=3 and around_attention, the first with 8 layers.
+# GiB per device, by XLA for absent devices, jax 0.12.0.1, cuDNN's attention; all with zero=3 and
+# around_attention, the first with 8 layers.
 COMPILED_GIB = [
     ("llama-2-7b", 2**20, {"context": 8, "context_attention": "ring"}, 50.47),
     ("llama-2-7b", 2**20, {"context": 8, "context_attention": "ulysses"}, 44.39),
@@ -153,7 +153,7 @@ def test_memory_is_near_what_the_compiler_assigns(name, sequence, layout, gib, l
 
 @pytest.mark.parametrize("way", ["gather", "ring", "ulysses", "usp"])
 def test_attention_in_blocks_has_its_memory_too(way):
-    """As on CPUs, where `mtx train` asks; beside scores it has what the fused one has."""
+    """As on CPUs, where `mtx train` asks for it; it has scores besides the fused one's values."""
     layout = Layout(context=4, context_attention=way)
     fused, blocks = (
         predict_memory(SMALL, layout, layout.replicas, backend=backend)

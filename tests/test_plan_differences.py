@@ -1,4 +1,4 @@
-"""The closed form of a step beside the timeline of what was compiled."""
+"""The closed form of a step beside the timeline of the compiled program."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_spent_has_its_part_of_the_closed_form():
 
 
 def test_the_closed_form_is_of_this_program_and_starts_of_kernels_are_apart():
-    """Also on an A100, where the plan itself prices Megatron-LM."""
+    """Even on an A100, where the plan itself prices Megatron-LM."""
     plan = make_plan(preset("gpt-175b"), target="a100-80gb", compiled=COMPILED)
     rows = {row.part: row.predicted_s for row in differences(plan)}
     whole = plan.time_with(calibration_of(plan.hardware, "mtx"))

@@ -1,4 +1,4 @@
-"""Experts in plans: what an uneven load costs, and layouts that a search finds."""
+"""Experts in plans: the cost of an uneven load, and layouts that a search finds."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ GPT_OSS = ModelConfig(
     experts=8, choices=2,
 )  # fmt: skip
 LAYOUT = Layout(data=2, expert=2, tensor=2, pipe=2, virtual=3, microbatch=B, idle="phases")
-ROOM, LATER = 80, 20  # 1.2 times the even share of 64 tokens of a sequence, in eights; a quarter
+ROOM, LATER = 80, 20  # 1.2 times the even share, 64 tokens per sequence, in eights; a quarter of it
 
 
 def step(imbalance: float, **changes) -> StepTime:
@@ -44,7 +44,7 @@ def step(imbalance: float, **changes) -> StepTime:
 
 
 def test_a_round_is_the_closed_form():
-    """F runs a round as the first; B and W each run again what they need of it, which is no y."""
+    """F runs a later round like the first; B and W recompute what they need of it, except y."""
     found = layer_cost(
         MODEL, kind="block", tensor=2, sequence_parallel=True, kernel="cudnn",
         experts=ExpertShards.of(LAYOUT, MODEL),
@@ -63,7 +63,7 @@ def test_a_round_is_the_closed_form():
 
 
 def test_more_choices_than_int32_counts_are_counted():
-    """What is traced has 16,381 rows: with these sequences and choices 2 ** 34 of them."""
+    """Traces have 16,381 rows: with these sequences and choices that makes 2 ** 34 choices."""
     long = replace(MODEL, sequence=2**17, choices=8)
     experts = ExpertShards.of(LAYOUT, long)
     found = layer_cost(
@@ -94,7 +94,7 @@ def test_an_uneven_load_costs_as_many_rounds_as_the_fullest_expert_needs(weave):
     }
     assert all(getattr(times[9], name) == getattr(even, name) for name in same)
     assert even.step_s < times[1].step_s < times[2].step_s < times[9].step_s
-    if weave == "on":  # nothing runs beside a loop
+    if weave == "on":  # nothing overlaps with a loop
         plain, woven = (
             step(2.0, weave=way).expert_comm_s - step(1.0, weave=way).expert_comm_s
             for way in ("off", "on")
@@ -113,7 +113,7 @@ def test_an_uneven_load_costs_as_many_rounds_as_the_fullest_expert_needs(weave):
 def test_costs_with_two_numbers_of_shards_say_those_with_others(
     model, tensor, split, recompute, numbers, tmp_path, monkeypatch
 ):
-    """Whichever are asked for first; and who reads what was kept traces nothing."""
+    """Whichever are asked for first; and reading the cache traces nothing."""
     asked = dict(tensor=tensor, sequence_parallel=tensor > 1, recompute=recompute, kernel="cudnn")
     kind, trace_once, traced = model.stack().pattern[0], functools.cache(trace), []
 
@@ -174,8 +174,8 @@ def test_what_a_user_types(tmp_path, capsys):
 
 
 def test_each_stage_hides_its_own_collectives():
-    """A stage of dense layers has no all-to-all to hide, and no less to do for that of others;
-    what embedding and head send all stages hide."""
+    """A stage of dense layers has no all-to-all to hide, and does not gain from those of others;
+    all stages hide the sends of embedding and head."""
     deepseek = preset("deepseek-v3")
     times = {
         weave: stage_times(deepseek.model, replace(deepseek.layout, weave=weave), H100)[0]

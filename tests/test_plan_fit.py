@@ -1,4 +1,4 @@
-"""What does not fit is refused, with the preset that would."""
+"""Runs that do not fit are refused, with the preset that would."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtx.presets import NAMES, preset
 
 
 def gpus(count: int, gib: float | None, *, processes: int = 1) -> list:
-    """Stands for JAX's devices, as process 0 sees them; without `gib` they do not say."""
+    """Stand-ins for JAX's devices as process 0 sees them; without `gib` they report no memory."""
     client = SimpleNamespace(process_index=lambda: 0)
     stats = {} if gib is None else {"bytes_limit": int(gib * 2**30)}
     return [
@@ -42,7 +42,7 @@ def held_gib(run: RunConfig) -> float:
 
 def test_the_paper_s_model_fits_its_cluster_and_no_smaller_one(monkeypatch):
     large = [name for name in NAMES if parameters(preset(name).model) > 1e10]
-    monkeypatch.setattr("mtx.plan.fit.NAMES", large)  # a smaller one is none of the largest
+    monkeypatch.setattr("mtx.plan.fit.NAMES", large)  # a smaller preset is not one of the largest
     run = preset("gpt-1t")
     refuse_if_too_large(run, gpus(3072, 72, processes=384))
     with pytest.raises(UserError) as error:
@@ -64,7 +64,7 @@ def test_the_limit_is_what_has_to_be_held(few_presets):
 
 
 def test_devices_that_do_not_say_are_trusted(few_presets):
-    """One that says nothing is enough: it may be larger than the others."""
+    """A single device that reports no memory is enough: it may be larger than the others."""
     run = preset("gpt-1t")
     with pytest.raises(UserError) as error:
         refuse_if_too_large(run, gpus(2, 72))
@@ -114,7 +114,7 @@ def test_what_is_given_stays_and_the_rest_is_fitted_to_it():
     layout = Layout(data=2, pipe=2, tensor=2)
     assert fit_layout(layout, 4, {"tensor": 4}) == Layout(tensor=4)
     assert fit_layout(layout, 8, {"tensor": 4, "virtual": 2}) == Layout(pipe=2, tensor=4, virtual=2)
-    assert fit_layout(layout, 1, {"pipe": 4}) == Layout(pipe=4)  # which is refused
+    assert fit_layout(layout, 1, {"pipe": 4}) == Layout(pipe=4)  # it is refused later
 
 
 def test_experts_are_on_fewer_devices_where_there_are_fewer():
@@ -143,7 +143,7 @@ def test_a_model_is_spread_with_as_few_shards_as_hold_it():
     run = RunConfig(model=model, global_batch=16)
     assert shape(spread_layout(run, gpus(8, 62))) == (4, 1, 2)
     assert shape(spread_layout(run, gpus(8, 36))) == (2, 1, 4)
-    pairs = spread_layout(run, gpus(16, 28, processes=8))  # of GPUs that are near each other
+    pairs = spread_layout(run, gpus(16, 28, processes=8))  # of GPUs near each other
     assert (pairs.tensor, pairs.devices) == (2, 16) and pairs.pipe > 1
 
 

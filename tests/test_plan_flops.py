@@ -56,7 +56,7 @@ def test_forward_by_part():
 def test_parameters_of_table_1(row):
     model = preset(row.preset).model
     assert round(sc21_parameters(model) / 1e9, 1) == row.parameters_billion
-    # The exact count has the final norm besides.
+    # The exact count also has the final norm.
     assert parameters(model) - sc21_parameters(model) == pytest.approx(2 * model.hidden, abs=0.5)
 
 
@@ -97,7 +97,7 @@ def test_hardware_flops_without_recomputation_are_three_forwards_and_the_scores_
 
 
 def test_hardware_flops_of_blocked_attention():
-    """Four blocks of queries see 1/4, 2/4, 3/4 and all of the keys: 10/16 of the square."""
+    """Four blocks of queries see 1/4, 2/4, 3/4 and all keys: 10/16 of the square."""
     parts = forward_flops(gpt(sequence=128), 8, causal=False)
     rest = parts.total - parts.scores
     assert hardware(gpt(sequence=128)) == 3 * rest + 3.5 * 10 / 16 * parts.scores

@@ -36,7 +36,7 @@ def test_small_matmuls_are_bound_by_memory_and_launch():
     moved_bytes = 2 * 512 * (2 * 2048 * 16 + 2048**2)
     memory_s = moved_bytes / (2039e9 * SC21.memory_share)
     assert thin == pytest.approx(memory_s + SC21.kernel_s)
-    assert SC21.kernel_s < matmul_s(1, 1, 1, **machine) < 1.5 * SC21.kernel_s  # and a tile
+    assert SC21.kernel_s < matmul_s(1, 1, 1, **machine) < 1.5 * SC21.kernel_s  # plus a tile
     large = 2 * 8192**3 / matmul_s(8192, 8192, 8192, **machine)
     assert 0.7 * 312e12 < large < 312e12 * SC21.matmul_share
 

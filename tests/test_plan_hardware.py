@@ -1,4 +1,4 @@
-"""The table of accelerators, finding a device in it, and a user's own in TOML."""
+"""The table of accelerators, finding a device in it, and a user's own accelerators in TOML."""
 
 import pytest
 from errors import names
@@ -119,7 +119,7 @@ def test_like_another_with_a_slower_network(toml):
     assert machine.peak_tflops == h100.peak_tflops and machine.cores == h100.cores
     assert machine.name == "ours" and machine.source == "ours.toml, like h100"
     assert machine.device_kinds == h100.device_kinds and machine.backend == "cuda"
-    assert find_hardware(h100.device_kinds[0]) is h100  # the table is as it was
+    assert find_hardware(h100.device_kinds[0]) is h100  # the table is unchanged
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Seconds of a schedule: those of its table, by a simulation that shares no code, or by hand."""
+"""Seconds of a schedule equal its table's, by a simulation that shares no code, or by hand."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def test_the_slowest_stage_sets_the_pace():
 
 
 def asynchronous_s(table, stages, hop_s):
-    """Ends of ops, found by going over all of them until none moves."""
+    """Seconds until the last op ends, found by trying all ops again until each has run."""
     v, virtual_stages, last = table.virtual, table.virtual_stages, table.virtual_stages.max()
     stage_of = {int(virtual_stages[c, s]): s for c in range(v) for s in range(table.stages)}
     lists = [table.orders.of(stage) for stage in range(table.stages)]
@@ -71,7 +71,7 @@ def asynchronous_s(table, stages, hop_s):
 
 
 def lockstep_s(table, stages, hop_s):
-    """Tick after tick: its longest stage, and a message where a stage sends to another one."""
+    """The sum over ticks of the longest stage, plus a message if a stage sends to another one."""
     v, virtual_stages, total = table.virtual, table.virtual_stages, 0.0
     stage_of = {int(virtual_stages[c, s]): s for c in range(v) for s in range(table.stages)}
     for tick in range(table.ticks):
@@ -91,7 +91,7 @@ def lockstep_s(table, stages, hop_s):
 
 
 def random_stages(rng, pipe):
-    """F, B and W of every stage: equal, but for the ends, in one proportion, or as they come."""
+    """F, B and W of every stage: equal, equal except first and last, proportional, or random."""
     work = tuple(rng.uniform(0.1, 1) for _ in range(3))
     kind = rng.choice(("equal", "ends", "proportional", "nearly equal", "free"))
     if kind == "free":
@@ -114,8 +114,8 @@ LOOPED_AND_OTHERS = (
 
 
 def test_the_price_is_that_of_the_table():
-    """500 tables: p, v and m at random, stages uneven in F, B and W, messages that take time; and
-    what the search orders candidates by is never above it."""
+    """500 tables with random p, v and m, stages uneven in F, B and W, and messages that take time;
+    and the bound by which the search orders candidates is never above it."""
     rng = random.Random(25)
     for _ in range(500):
         name, pipe = rng.choice(LOOPED_AND_OTHERS), rng.randint(2, 5)
@@ -133,7 +133,7 @@ def test_the_price_is_that_of_the_table():
 
 
 def test_a_price_is_the_simulations_of_the_whole_table():
-    """Where stages differ by a factor alone, which is what `simulate` knows; many microbatches."""
+    """If stages differ only by a factor, which `simulate` supports; with many microbatches."""
     rng = random.Random(7)
     for _ in range(60):
         name, pipe, virtual = rng.choice(LOOPED), rng.choice((4, 8)), rng.randint(1, 3)

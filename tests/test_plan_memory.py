@@ -1,4 +1,4 @@
-"""Predicted memory, by hand, against the tables of schedules, and against what a block keeps."""
+"""Predicted memory, by hand, against tables of schedules, and against a block's residuals."""
 
 import dataclasses
 import importlib
@@ -54,7 +54,7 @@ def test_float32_parameters_are_the_masters_on_one_replica():
 
 
 def test_parameters_of_a_device():
-    """2 of 8 layers, half of each but what `tensor` replicates, an eighth of the vocabulary."""
+    """2 of 8 layers, half of each except what `tensor` replicates, an eighth of the vocabulary."""
     layout = Layout(pipe=4, tensor=2)
     matrices, split_biases, whole = 12 * 64**2, 3 * 64 + 4 * 64, 2 * 64 + 4 * 64
     layer = (matrices + split_biases) // 2 + whole
@@ -79,9 +79,9 @@ def test_padding_of_uneven_stages_is_held():
     )
 
 
-@pytest.mark.parametrize("sequence", [8, 1024])  # which of the two is less
+@pytest.mark.parametrize("sequence", [8, 1024])  # decides which of the two is smaller
 def test_where_layers_run_once_gradients_wait_for_stashes_of_other_kinds(sequence):
-    """That of T5's encoder, of one layer, is not made before the decoder's B is done."""
+    """The gradient of T5's encoder, of one layer, is made only after the decoder's B is done."""
     model = ModelConfig(
         family="t5", layers=3, hidden=64, heads=4, sequence=sequence, vocab=64, encoder_layers=1,
         encoder_sequence=8,
@@ -102,7 +102,7 @@ POST = BERT | {"norm_placement": "post"}
 
 
 def residual_bytes(model, *, recompute, kernel="blocked"):
-    """What the VJP of one block keeps of three sequences."""
+    """Bytes that the VJP of one block keeps for three sequences."""
     family = Model(model, recompute=recompute, kernel=kernel)
     dtype = jnp.dtype(model.compute_dtype)
     weights = jax.tree.map(
@@ -121,7 +121,7 @@ def residual_bytes(model, *, recompute, kernel="blocked"):
 @pytest.mark.parametrize("changes", [{}, LLAMA, BERT, POST], ids=["gpt", "llama", "bert", "post"])
 @pytest.mark.parametrize(
     ("recompute", "dropout"),
-    # ("none", 0.1) is in test_compile_step.py: of dropout's VJP jax keeps more, but XLA less.
+    # ("none", 0.1) is in test_compile_step.py: for dropout's VJP jax keeps more, but XLA less.
     [
         ("none", 0.0),
         ("selective", 0.0),
@@ -144,7 +144,7 @@ def test_residuals_are_what_a_block_keeps(recompute, dropout, changes):
 
 @pytest.mark.parametrize("changes", [{}, LLAMA, POST], ids=["gpt", "llama", "bert"])
 def test_residuals_of_the_fused_kernel(changes, monkeypatch):
-    """It is traced, and never compiled: there is no GPU. BERT's padding is a bias that it keeps."""
+    """It is traced but not compiled: there is no GPU. BERT's padding is a bias that it keeps."""
     kernel = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(kernel, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(kernel, "check_compute_capability", lambda _: True)
@@ -160,7 +160,7 @@ def test_residuals_of_the_fused_kernel(changes, monkeypatch):
 @pytest.mark.parametrize("backend", ["xla", "cuda"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_around_attention_the_input_is_kept_and_what_attention_gives(changes, backend, tensor):
-    """Beside the layer's input o [B, S, h, K], and a float32 for each head and position."""
+    """Besides the layer's input: o [B, S, h, K], and a float32 for each head and position."""
     model = gpt(sequence=128, hidden=256, heads=4, **changes)
     layout = Layout(microbatch=3, tensor=tensor)
     full, around = (
@@ -169,11 +169,11 @@ def test_around_attention_the_input_is_kept_and_what_attention_gives(changes, ba
     )
     tokens, heads = 3 * 128, 4 // tensor
     assert around - full == tokens * (2 * heads * 64 + 4 * heads)
-    assert full in (tokens * 2 * 256 // tensor, tokens * 2 * 256 // tensor + 256)  # and positions
+    assert full in (tokens * 2 * 256 // tensor, tokens * 2 * 256 // tensor + 256)  # plus positions
 
 
 def test_residuals_are_korthikantis_where_the_blocks_are_the_same():
-    """34 s b h / t with both dropouts' masks, but for the norms' statistics and a row of scores."""
+    """34 s b h / t with both dropouts' masks, except for norms' statistics and a row of scores."""
     model = gpt(heads=8, hidden=1024, sequence=512, dropout=0.1, compute_dtype="bfloat16")
     for tensor, sequence_parallel in ((1, True), (8, True), (8, False)):
         layout = Layout(tensor=tensor, microbatch=2, sequence_parallel=sequence_parallel)
@@ -269,7 +269,7 @@ def test_no_table_is_made_for_the_schedules_of_sc21(monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, LLAMA, POST], ids=["gpt", "llama", "bert"])
 def test_a_split_schedule_keeps_what_its_weight_gradients_wait_for(changes):
-    """The ring from B to W, against what the cut of a block's backward pass leaves waiting."""
+    """The ring from B to W, against the values that a block's split backward pass defers."""
     model = gpt(hidden=32, ffn_multiple=3, compute_dtype="float32", **changes)
     block = Model(model)
     weights = jax.eval_shape(lambda: block.init_layer("block", 0, 0))
@@ -300,7 +300,7 @@ def test_slices_keep_less_of_each_item_and_a_cache():
 
 
 def test_zero_shards_the_optimizer_or_nothing_or_all():
-    """With 3, embedding and head are gathered, and two chunks' parameters and one's gradients."""
+    """With 3: embedding and head whole, and two chunks' parameters and one's gradients."""
     model, layout = gpt(), Layout(data=4, virtual=2)
     held = parameters_per_device(model, layout)
     chunk_wise = dataclasses.replace(layout, zero=3, zero_unit="chunk")
@@ -318,7 +318,7 @@ def test_zero_shards_the_optimizer_or_nothing_or_all():
     layer = predict_memory(model, dataclasses.replace(layout, zero=3, zero_unit="layer"), 4)
     assert three.parameters_bytes - layer.parameters_bytes == 2 * 2 * chunk
     assert three.gradients_bytes - layer.gradients_bytes == 4 * chunk
-    largest = 4 * 64**2  # whose gradient is among those of the layer that is gathered
+    largest = 4 * 64**2  # its gradient is among those of the gathered layer
     at_a_time = (2 + 4) * chunk // 4 - 4 * largest
     assert layer.activations_bytes - three.activations_bytes == at_a_time
 
@@ -334,7 +334,7 @@ def test_float32_masters_serve_as_parameters_unless_they_are_gathered():
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_a_conditional_changes_is_there_twice_with_older_compilers(recompute, monkeypatch):
-    """Gradients of the blocks while a layer's B runs, or the stash of residuals while F does."""
+    """Gradients of the blocks while a layer's B runs, or the stash of residuals while F runs."""
     model = gpt()
 
     def memory(idle, *, copies):
@@ -352,22 +352,22 @@ def test_what_a_conditional_changes_is_there_twice_with_older_compilers(recomput
 
 # -- what XLA assigns ------------------------------------------------------------------------------
 
-# XLA's arguments + outputs - alias + temp of this project's step for A100s that are not there, jax
-# 0.10.2 and, where there are two, 0.12.0.1; experiments/memory_grid.py prints more.
+# XLA's arguments + outputs - alias + temp of this project's step for absent A100s, jax 0.10.2 and,
+# if there are two, 0.12.0.1; experiments/memory_grid.py prints more.
 COMPILED_GIB = {
     "gpt-1t": (21.84, 20.73),
     "gpt-530b": (19.34, 17.15),
     "gpt-310b": (18.36, 18.07),
     "gpt-39b": (17.23, 17.10),
     "gpt-7.5b": (17.81, 16.86),
-    "gpt-1.7b": (22.19,),  # of 0.12.0.1
+    "gpt-1.7b": (22.19,),  # 0.12.0.1
     "gpt-175b": (38.28, 38.31),
     "llama-2-7b": (14.90,),
     "llama-2-70b": (22.76,),
     "llama-3-8b": (21.48,),
     "llama-3-70b": (33.01,),
     "llama-3-405b": (66.40,),
-    "bert-336m": (5.74,),  # these two of 0.12.0.1
+    "bert-336m": (5.74,),  # these two are 0.12.0.1's
     "bert-3.9b": (9.83,),
 }
 

@@ -1,4 +1,4 @@
-"""A plan's numbers, and the files that keep it."""
+"""A plan's numbers, and the files that store it."""
 
 from __future__ import annotations
 

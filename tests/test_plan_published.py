@@ -87,7 +87,7 @@ def test_training_time_is_that_of_the_run():
 
 @pytest.mark.parametrize(("pipe", "virtual", "m"), [(1, 1, 4), (4, 1, 8), (4, 2, 8), (8, 3, 24)])
 def test_bubble_is_the_tables_idle_time_over_ideal_time(pipe, virtual, m):
-    """F and B in ticks of one chunk: a stage works m v ticks and waits p - 1 of either kind."""
+    """In ticks of F and B of one chunk, a stage works m v ticks and idles p - 1 of each kind."""
     schedule = make("1f1b", microbatches=m, stages=pipe, virtual=virtual)
     idle = sum(phase.stop - phase.start for phase in schedule.phases if phase.forward) - m * virtual
     assert bubble(Layout(pipe=pipe, virtual=virtual), m) == pytest.approx(idle / (m * virtual))
@@ -148,7 +148,7 @@ def test_figures_are_whole_curves():
 
 
 def test_table_2_compares_equal_work():
-    """PTD-P beats ZeRO-3 on as many GPUs: by 70 % and more at 1,536 and 2,240 (section 5.2)."""
+    """PTD-P beats ZeRO-3 on as many GPUs: by at least 70 % at 1,536 and 2,240 (section 5.2)."""
     rates = {(run.series, run.x): run.published for run in TABLE_2}
     assert rates["PTD-P, 175B", "1536 GPUs"] > 1.7 * rates["ZeRO-3, 175B", "1536 GPUs"]
     assert rates["PTD-P, 530B", "2240 GPUs"] > 1.7 * rates["ZeRO-3, 530B", "2240 GPUs"]
@@ -184,7 +184,7 @@ def test_korthikantis_seconds_and_utilization_agree():
 
 
 def test_megascales_seconds_and_utilization_agree():
-    """The MFU that table 2 has beside the seconds, which counts no more than our formula."""
+    """The MFU that table 2 gives beside the seconds counts the same FLOPs as our formula."""
     published = 53.0, 49.9, 46.7, 44.7, 48.7, 47.8, 43.3, 41.2
     for run, percent in zip(MEGASCALE, published, strict=True):
         flops = 3 * forward_flops(run.model, run.global_batch, causal=True).total
@@ -195,4 +195,4 @@ def test_megascales_seconds_and_utilization_agree():
 def test_selective_recomputation_was_a_third_faster():
     full, selective = KORTHIKANTI[:4], KORTHIKANTI[4:]
     gains = [a.published / b.published - 1 for a, b in zip(full, selective, strict=True)]
-    assert gains == pytest.approx([0.29, 0.318, 0.297, 0.321], abs=0.005)  # their own column
+    assert gains == pytest.approx([0.29, 0.318, 0.297, 0.321], abs=0.005)  # the paper's column

@@ -1,4 +1,4 @@
-"""The search: nothing better exists, the paper's advice comes out, and mistakes are explained."""
+"""The search: nothing better exists, the paper's advice results, and mistakes are explained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtx.presets import preset
 
 A100 = hardware("a100-80gb")
 SMALL = ModelConfig(layers=4, hidden=1024, heads=8, sequence=512, vocab=4096)
-CASES = {  # model, GPUs, global batch, share of the meshes that can be made to fit, node
+CASES = {  # model, GPUs, global batch, share of meshes with a layout that fits, devices per node
     "roomy": (SMALL, 8, 16, 1.0, 8),
     "tight": (SMALL, 8, 16, 0.6, 4),
     "tighter": (SMALL, 8, 32, 0.3, 2),
@@ -37,7 +37,7 @@ def device(gib: float, node: int):
 
 @functools.cache
 def device_of(case: str):
-    """With memory for the leanest layout of so many meshes; roomy: for all that there is."""
+    """A device with memory for the leanest layout of that share of meshes; roomy: for any."""
     model, gpus, batch, share, node = CASES[case]
     needs = []
     for data, pipe, tensor in itertools.product(divisors(gpus), repeat=3):
@@ -57,7 +57,7 @@ def device_of(case: str):
 
 @functools.cache
 def enumerated(case: str) -> dict[tuple[int, int, int], dict[int, float]]:
-    """Of every mesh and every zero: the seconds of its fastest layout that fits. No pruning."""
+    """{mesh: {zero: seconds of the fastest layout that fits}}, without pruning."""
     model, gpus, batch, *_ = CASES[case]
     target = device_of(case)
     best: dict[tuple[int, int, int], dict[int, float]] = {}
@@ -154,7 +154,7 @@ def mesh_of(one) -> tuple[int, int, int]:
 
 
 def test_the_cases_are_not_all_alike():
-    """Else the enumeration would prove little: some meshes must not fit, some need recomputing."""
+    """Otherwise the enumeration would prove little: some must not fit, some must recompute."""
     ways = {one.layout.recompute for case in CASES for one in found_in(case, top=100).ranked}
     assert ways == set(RECOMPUTE)
     fits = [sum(1 in seconds for seconds in enumerated(c).values()) for c in ("tighter", "roomy")]
@@ -203,7 +203,7 @@ def test_the_best_is_at_least_as_fast_as_the_papers_layout(name):
 
 @pytest.mark.parametrize("node", [2, 4, 8])
 def test_takeaway_1_tensor_groups_stay_inside_a_node(node):
-    """Whatever the size of a node is; with room for more the model would take it."""
+    """For any size of a node; the model could use larger groups."""
     run = preset("gpt-39b")
     found = search(
         run.model, gpus=64, global_batch=512, hardware=replace(A100, node_devices=node), top=1
@@ -303,7 +303,7 @@ def test_no_layout_is_said_with_the_remedy(gpus, fixed, named):
 
 
 def test_the_remedy_for_no_layout_is_one_that_fits():
-    """The next lower number of GPUs has layouts, and is too small."""
+    """The next smaller number of GPUs has layouts, but is too small."""
     run = preset("gpt-175b")
     with pytest.raises(UserError) as error:
         search(run.model, gpus=7, global_batch=60, hardware=A100)
@@ -318,7 +318,7 @@ def test_the_next_higher_number_of_gpus_is_named_where_no_lower_one_is_near():
 
 
 def test_more_devices_than_stages_may_be():
-    """Sizes above an axis' bound are no candidates."""
+    """Sizes above an axis's bound are not candidates."""
     fixed = Fixed(data=2**13, microbatch=1, schedule="1f1b", recompute="none")
     found = search(SMALL, gpus=2**15, global_batch=2**15, hardware=A100, fixed=fixed)
     assert {one.layout.devices for one in found.ranked} == {2**15}
@@ -340,7 +340,7 @@ def test_the_fewest_gpus_hold_the_model_and_half_of_them_do_not():
 
 
 def test_weaving_is_chosen_where_it_hides_something():
-    """On an H100, where our program is priced; and not where it is fixed, or has no `tensor`."""
+    """On an H100, where our program is priced; not if it is fixed, or without `tensor`."""
     model = ModelConfig(layers=32, hidden=8192, heads=64, sequence=2048, vocab=51200)
     options = dict(gpus=64, global_batch=256, top=3)
     fixed = dict(tensor=4, pipe=4, schedule="1f1b")

@@ -1,4 +1,4 @@
-"""The page of a plan."""
+"""The summary page of a plan."""
 
 import dataclasses
 import json
@@ -116,7 +116,7 @@ def test_the_page_of_a_llama_says_what_does_not_apply():
     assert facts["inside of the MLP"] == ("28,672, gated", "given")
     assert facts["parameters, exactly"] == ("70,553,706,496", "computed")
     assert facts["by the paper's equation (2)"][0].startswith("does not apply: ")
-    assert facts["of the software"][0].startswith("mtx: ")  # SC'21's had no llama
+    assert facts["of the software"][0].startswith("mtx: ")  # SC'21's software had no Llama
     assert not any(name.startswith("with this program's") for name in facts)
 
 
@@ -164,7 +164,7 @@ def test_where_full_recomputation_is_not_needed_the_page_says_so():
         f"{lighter.time.step_s:.2f} s, not {plan.time.step_s:.2f} s"
     )
     assert lighter.time.step_s < 0.8 * plan.time.step_s
-    # Where it is not asked for, or does not fit, nothing is said.
+    # If it is not asked for, or does not fit, it is not mentioned.
     assert name not in {row.name for row in plan_rows(lighter)}
     layout = Layout(data=32, tensor=4, microbatch=32, recompute="full")
     tight = dataclasses.replace(preset("gpt-18b"), layout=layout, global_batch=1024)
@@ -183,7 +183,7 @@ def test_what_was_chosen_is_said():
 
 
 def test_a_size_that_was_chosen_is_not_given():
-    """The rows say of the sizes what `Chosen` says of them."""
+    """The rows give the same source for sizes as `Chosen`."""
     rows = {
         "layers of hidden, heads": "heads=8", "sequence, vocabulary": "vocab=4096, sequence=512",
         "computes in": "compute_dtype=bfloat16", "step": "global_batch=8",
@@ -259,7 +259,7 @@ def test_what_the_compiler_says():
 
 
 def test_what_the_compiler_says_of_a_tight_fit():
-    """The fraction to set is that of the compiled memory, not of the predicted."""
+    """The fraction to set is that of the compiled memory, not of the predicted memory."""
     tight = dataclasses.replace(COMPILED, temp_bytes=60 * 2**30)
     facts = {row.name: row.value for row in compiled_rows(tight, make_plan(preset("gpt-1t")))}
     assert facts["memory of a device"].endswith(

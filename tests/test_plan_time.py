@@ -1,4 +1,4 @@
-"""The time model: near what was published, and sane where nothing was."""
+"""The time model: close to published values, and plausible where there are none."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def name_of(run):
 
 
 def mfu(model, layout, batch, time, machine):
-    """The part of the peak that the model's own FLOPs are."""
+    """The model's own FLOPs as a share of the peak."""
     done = model_flops(model, batch) / time.step_s / layout.devices
     return done / machine.peak_flops(model.compute_dtype)
 
@@ -84,7 +84,7 @@ def test_the_one_point_out_of_line_is_as_far_off_as_the_figures_script_says():
 
 @pytest.mark.parametrize("run", KORTHIKANTI + KORTHIKANTI_2240, ids=name_of)
 def test_another_software_on_the_same_machine(run):
-    """None of its runs was fitted; only what its software is known to do differs."""
+    """None of its runs was fitted; only the known differences of its software are modelled."""
     assert run.predicted() == pytest.approx(run.published, rel=0.05)
 
 
@@ -111,19 +111,19 @@ def test_a_block_takes_what_korthikanti_measured():
 
 @pytest.mark.parametrize("run", TABLE_2, ids=name_of)
 def test_zero_3_and_ptd_p(run):
-    overlapped = run.zero == 3 and run.layout.microbatch == 4  # traffic as long as the matmuls
+    overlapped = run.zero == 3 and run.layout.microbatch == 4  # traffic takes as long as matmuls
     assert run.predicted() == pytest.approx(run.published, rel=0.2 if overlapped else 0.07)
 
 
 def test_zero_3_loses_where_each_gpu_has_little_to_compute():
-    """SC'21, section 5.2: by 70 % and more on twice the GPUs, since its traffic stays the same."""
+    """SC'21, section 5.2: by at least 70 % on twice the GPUs, since its traffic stays the same."""
     rates = {(run.series, run.x): run.predicted() for run in TABLE_2}
     assert rates["PTD-P, 530B", "2240 GPUs"] > 1.7 * rates["ZeRO-3, 530B", "2240 GPUs"]
     assert rates["PTD-P, 175B", "1536 GPUs"] > 1.7 * rates["ZeRO-3, 175B", "1536 GPUs"]
 
 
 def test_figure_7_has_its_shape_and_within_20_percent_its_height():
-    """Relative to b=16: what equation (1) needs, and figure 8 is made of."""
+    """Relative to b=16, as equation (1) needs it and figure 8 uses it."""
     published = [run.published / FIGURE_7[-1].published for run in FIGURE_7]
     predicted = [run.predicted() / FIGURE_7[-1].predicted() for run in FIGURE_7]
     assert predicted == pytest.approx(published, rel=0.025)
@@ -131,7 +131,7 @@ def test_figure_7_has_its_shape_and_within_20_percent_its_height():
 
 
 def test_figure_7_fits_neither_fused_operators_nor_a_softmax_in_float32():
-    """Why it is taken for a run without them: what its comment in `published_runs` says."""
+    """Hence it is taken as a run without them, as its comment in `published_runs` says."""
     for software, least, most in (
         ("megatron-2021", 0.259, 0.32),
         ("megatron-2021-torch-operators", -0.354, -0.26),
@@ -160,10 +160,10 @@ def test_held_out_runs_by_6_percent_and_20_at_the_worst():
     [(MT_NLG, 0.185, 0.2), (MEGASCALE, 0.1, 0.14), (BLOOM, 0.1, 0.1), (LLAMA_3, 0.07, 0.12)],
 )
 def test_elsewhere_steps_took_longer_than_predicted(runs, mean, worst):
-    """By other software or on another cluster: as far off as README says, and too fast; but for
-    Llama 3's longest sequences, which are met."""
+    """By other software or on another cluster: predictions are as far off as README says, and too
+    fast, except for Llama 3's longest sequences, which agree."""
     slower = [1 / (1 + run.error()) if run.unit == "seconds" else 1 + run.error() for run in runs]
-    errors = [share - 1 for share in slower]  # by how much what was reached is exceeded
+    errors = [share - 1 for share in slower]  # by how much predictions exceed what was reached
     assert -0.02 < min(errors) and max(errors) < worst / (1 - worst)
     assert sum(errors) / len(errors) < mean / (1 - mean)
 
@@ -173,7 +173,7 @@ def test_there_are_few_constants_and_all_are_shares():
     assert all(0.5 < getattr(SC21, name) < 1 for name in FITTED)
 
 
-# --- the paper's takeaways come out ---------------------------------------------------------------
+# --- the paper's takeaways ------------------------------------------------------------------------
 
 
 def test_tensor_parallelism_is_best_up_to_a_node():
@@ -191,11 +191,11 @@ def test_scatter_gather_helps_most_where_messages_are_many():
     one, other = (
         predict_step(GPT3, parallel, 96, A100, scatter_gather=cut) for cut in (True, False)
     )
-    assert one == other  # cut anyway
+    assert one == other  # sent in shards anyway
 
 
 def test_recomputation_costs_a_third():
-    """A forward pass of four; less what is not recomputed: collectives, and attention with it."""
+    """One pass in four, minus what is not recomputed: collectives, and attention with it."""
     none, selective, full = (
         predict(pipe=12, tensor=8, recompute=recompute).step_s
         for recompute in ("none", "selective", "full")
@@ -233,12 +233,12 @@ def test_what_is_sharded_over_data_is_what_the_layout_says():
 @pytest.mark.parametrize("virtual", [1, 5])
 @pytest.mark.parametrize("software", SOFTWARE)
 def test_one_microbatch_on_16_stages_is_slow(software, virtual):
-    """SC'21's figure 17 at its left end: each stage waits for the 15 others."""
+    """As at the left of SC'21's figure 17: each stage waits for the 15 others."""
     model = dataclasses.replace(GPT3, layers=80)
     layout = Layout(pipe=16, tensor=8, virtual=virtual, recompute="full", sequence_parallel=False)
     time = predict_step(model, layout, 1, A100, calibration=calibration_of(A100, software))
     work_s = time.step_s - time.bubble_s - time.data_comm_s - time.optimizer_s
-    assert 13 < time.bubble_s / work_s < 15.5  # with the messages of others
+    assert 13 < time.bubble_s / work_s < 15.5  # including the others' messages
     assert mfu(model, layout, 1, time, A100) < 0.6 / 16
 
 
@@ -285,7 +285,7 @@ def test_groups_know_which_links_they_cross():
     ours = dict(hardware=A100, calibration=calibration_of(A100, "mtx"))
     assert ring_bytes_s(pipe, **ours) == pytest.approx(card)
     assert ring_bytes_s(data, **ours) == pytest.approx(2 * card)
-    # SC'21's: rings that share a node take two cards each, and get 13 of their 25 GB/s.
+    # SC'21's rings that share a node take two cards each, and get 13 of their 25 GB/s.
     assert ring_bytes_s(pipe, **machine) == ring_bytes_s(data, **machine) == pytest.approx(13e9)
     assert ring_bytes_s(Group(size=32, stride=2), **machine) == pytest.approx(2 * 13e9)
 
@@ -304,14 +304,14 @@ def test_the_largest_run_reduces_its_gradients_at_what_sc21_says():
 
 
 def test_gradients_are_reduced_under_b_where_the_software_does_so():
-    """torch's DDP hides most, but keeps cores from the matmuls; one long enough it cannot hide."""
+    """torch's DDP hides most of it, but takes cores from the matmuls; a long one it cannot hide."""
     local, torch_ddp = (
         calibration_of(A100, name) for name in ("megatron-2021", "megatron-2021-torch-ddp")
     )
     layout = dict(tensor=8, data=32, microbatch=8)
     after, under = (predict(batch=1024, calibration=c, **layout) for c in (local, torch_ddp))
     kept = SC21.comm_cores
-    assert kept < under.data_comm_s / after.data_comm_s < kept + 0.05  # and the copies
+    assert kept < under.data_comm_s / after.data_comm_s < kept + 0.05  # plus the copies
     assert dataclasses.replace(under, data_comm_s=after.data_comm_s) == after
     slow = dataclasses.replace(A100, network_gb_s=0.5)
     after, under = (
@@ -322,7 +322,7 @@ def test_gradients_are_reduced_under_b_where_the_software_does_so():
 
 def test_few_microbatches_pay_for_the_reduction():
     """5.9 billion parameters on 64 GPUs, tensor x data: SC'21's figure 15, of which this project
-    has the layouts alone. What is reduced is the same whatever the batch, and is in no B."""
+    has only the layouts. The reduction is the same for any batch, and is not part of B."""
     model = ModelConfig(layers=32, hidden=3840, heads=32, sequence=2048, vocab=51200)
     shares = []
     for batch in (32, 128, 512):
@@ -342,7 +342,7 @@ def test_collectives_move_what_rings_move():
     assert gather_s(0, Group(size=64, stride=1), **machine) > gather_s(0, group, **machine) > 0
 
 
-# --- sanity, anywhere -----------------------------------------------------------------------------
+# --- plausible for any layout ---------------------------------------------------------------------
 
 
 def model_of(heads, width, sequence, **more):
@@ -351,7 +351,7 @@ def model_of(heads, width, sequence, **more):
     )
 
 
-# Few, since each is traced once with each number of shards.
+# Few models, since each is traced once with each number of shards.
 MODELS = [
     model_of(16, 64, 256), model_of(64, 128, 2048, tied=False),
     model_of(32, 32, 2048, family="llama", kv_heads=1, tied=False),
@@ -420,7 +420,7 @@ def test_work_adds_up_and_no_device_exceeds_its_peak(case, machine, options):
     assert 0 < mfu(model, layout, batch, time, machine) < 1
     twice = predict_step(model, layout, 2 * batch, machine, **options)
     assert time.step_s < twice.step_s
-    # "auto" gathers one microbatch's layers one by one, and of several perhaps a chunk at a time.
+    # "auto" gathers layers one by one for one microbatch, and maybe whole chunks for several.
     same = zero_unit(layout, model, batch) == zero_unit(layout, model, 2 * batch)
     if layout.schedule in LOOPED and (same or options.get("zero") != 3):
         assert twice.step_s <= 2 * time.step_s * (1 + 1e-9)
@@ -450,7 +450,7 @@ def woven_and_plain(model=GPT3, *, machine=H100, **layout):
 
 @pytest.mark.parametrize("schedule", [{"virtual": 2}, {"schedule": "zb_v", "virtual": 2}, {}])
 def test_weaving_hides_collectives_over_tensor(schedule):
-    """As compiled for 1,024 H100s: 5.62 s in place of 7.00, of which collectives 0.10 and 1.27."""
+    """As compiled for 1,024 H100s: 5.62 s instead of 7.00, with 0.10 and 1.27 s of collectives."""
     woven, plain = woven_and_plain(data=16, pipe=8, tensor=8, **schedule)
     assert woven.tensor_comm_s < 0.4 * plain.tensor_comm_s
     assert woven.step_s < 0.9 * plain.step_s
@@ -470,7 +470,7 @@ def test_weaving_hides_no_more_than_there_is_beside_and_nothing_where_f_and_b_li
     deep = dataclasses.replace(GPT3, layers=2 * GPT3.layers)  # embedding and head weigh little
     woven, plain = woven_and_plain(deep, data=16, pipe=8, tensor=8, schedule="gpipe")
     assert woven.tensor_comm_s == pytest.approx(plain.tensor_comm_s, rel=0.1)
-    # Of what embedding and head send over `pipe`, all but three numbers for each loss.
+    # All of what embedding and head send over `pipe`, except three numbers for each loss.
     woven, plain = woven_and_plain(data=128, pipe=8, tensor=1, virtual=2)
     assert 0 < woven.tensor_comm_s < 0.02 * plain.tensor_comm_s
     woven, plain = woven_and_plain(machine=A100, data=16, pipe=8, tensor=8, virtual=2)

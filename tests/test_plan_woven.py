@@ -1,4 +1,4 @@
-"""Whether ticks are woven where a layout leaves it open: by a plan's target, and on devices."""
+"""Whether ticks are woven if a layout leaves it open: by a plan's target, and on devices."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_it_is_on_where_it_takes_less_time(name):
 
 
 def test_the_reason_has_the_seconds_of_the_plan():
-    """Also where experts are not evenly loaded."""
+    """Even if experts are not evenly loaded."""
     plan = make_plan(preset("mixtral-8x7b"), target="h100", expert_imbalance=2.0)
     (why,) = plan.chosen
     assert plan.run.layout.weave == "on" and f"in {plan.time.step_s:.4g} s" in why
@@ -57,7 +57,7 @@ def test_the_reason_has_the_seconds_of_the_plan():
         with_layout(LLAMA, stash="inputs"),
         with_layout(LLAMA, offload=0.5),
         with_layout(LLAMA, weave="off"),
-        with_layout(preset("gpt-1.7b"), weave="on"),  # as is asked for
+        with_layout(preset("gpt-1.7b"), weave="on"),  # as asked for
     ],
 )
 def test_else_a_layout_stays_as_it_is(run):
@@ -66,7 +66,7 @@ def test_else_a_layout_stays_as_it_is(run):
 
 
 def test_a_plan_of_anothers_program_is_not_woven():
-    """A GPT on A100s is priced as Megatron-LM; where ours is to run there, it weaves."""
+    """A GPT on A100s is priced as Megatron-LM; if our program is to run there, it weaves."""
     run = preset("gpt-1t")
     assert choose_weave(run, A100) == (run.layout, "")
     ours = calibration_of(A100, "mtx")
@@ -110,7 +110,7 @@ def test_training_weaves_on_gpus_that_are_known(monkeypatch):
 
 
 def test_training_weaves_by_our_own_times(monkeypatch):
-    """Also where a plan without more is of Megatron-LM."""
+    """Even if a plan would by default be Megatron-LM's."""
     monkeypatch.setattr("mtx.step.xla.version", lambda: (0, 12))
     assert trainer_on("gpu", A100.device_kinds[0], preset("gpt-1t")).run.layout.weave == "on"
     assert trainer_on("gpu", H100_KIND, preset("gpt-1.7b")).run.layout.weave == "auto"

@@ -45,7 +45,7 @@ def test_names_are_listed():
 
 
 def test_importing_it_loads_no_jax():
-    """Nor does it to plan a model that was planned before."""
+    """Nor does planning a model that was planned before."""
     ask._answer.cache_clear()
     mtx.make_plan(mtx.preset("gpt-1t"))
     code = "import sys, mtx; mtx.make_plan(mtx.preset('gpt-1t')); print('jax' in sys.modules)"
@@ -141,7 +141,7 @@ mtx.Layout(daat=2)
 mtx.make_plan(mtx.preset("gpt-1t"), target=3)
 """
 MISTAKES = {"tickz": 4, "make_pln": 5, "daat": 6, "target": 7}
-# Of what mtx imports, numpy alone decides types of its face that a script of this kind sees.
+# Of the packages that mtx imports, only numpy has types that a script like this sees.
 MYPY = """[mypy]
 strict = true
 follow_imports = silent
@@ -197,7 +197,7 @@ def test_a_type_checker_finds_four_mistakes_and_no_more(module, check, tmp_path)
 
 
 def test_wheel_and_sdist_carry_the_types(tmp_path):
-    """And a page whose links lead somewhere, wherever it is read."""
+    """And a page whose links work wherever it is read."""
     pytest.importorskip("setuptools", minversion="77")
     (tmp_path / "docs").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "docs/package.md"):

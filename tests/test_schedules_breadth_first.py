@@ -1,4 +1,4 @@
-"""Breadth-first: its order, and the closed forms that it claims."""
+"""Breadth-first: its order, and its closed forms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ shapes = st.builds(
 @quick
 @given(shapes)
 def test_each_chunk_has_one_run_of_f_and_one_of_b(shape):
-    """So that a chunk's weights are gathered twice a step, whatever m."""
+    """So a chunk's weights are gathered twice a step for any m."""
     schedule = breadth_first(shape)
     for stage in range(shape.stages):
         runs = [[-1, -1, 0]]

@@ -1,4 +1,4 @@
-"""DualPipeV: memory, bubble, torch's orders, and fewer microbatches than torch takes."""
+"""DualPipeV: memory, bubble, torch's orders, and fewer microbatches than torch accepts."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_steady_state_pairs_f_of_one_chunk_with_b_of_the_other():
 
 
 def test_orders_are_those_of_torch():
-    """Op by op on each rank; two ops that overlap are taken one by one, and torch's full backward
-    B stands for B, then W."""
+    """Op by op on each rank; two overlapped ops are taken one after the other, and torch's full
+    backward B stands for B, then W."""
     pytest.importorskip("torch", reason="torch is absent: DualPipeV is not compared with torch's")
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 

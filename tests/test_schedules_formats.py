@@ -1,4 +1,4 @@
-"""Schedules in files: exact both ways, and every mistake in one line with its row and column."""
+"""Schedules in files: exact both ways; every mistake is one line with its row and column."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACE = re.compile(r"row \d+, column \d+")
 
 @st.composite
 def schedules(draw) -> Schedule:
-    """Any maker's table, perhaps with ticks without work in it."""
+    """Any maker's table, perhaps with empty ticks added."""
     name = draw(st.sampled_from(sorted(MAKERS)))
     known = MAKERS[name]
     made = make(
@@ -140,7 +140,7 @@ def test_csv_is_read_as_spreadsheets_write_it(ending):
     assert_same_orders(from_csv(text).orders, make("1f1b", microbatches=2, stages=2).orders)
 
 
-# What get_schedule_ops of torch 2.13 gives for two stages and four microbatches.
+# Results of torch 2.13's get_schedule_ops for two stages and four microbatches.
 TORCH = {
     "LoopedBFS": (
         "0F0,0F1,0F2,0F3,2F0,2F1,2F2,2F3,,,2B3,2B2,2B1,2B0,0B3,0B2,0B1,0B0\n"
@@ -208,7 +208,7 @@ def test_communication_among_the_ops_changes_nothing(name, wait):
     read = from_csv("\n".join(rows), name)
     assert_same_orders(read.orders, from_csv(to_csv(schedule, orders=True), name).orders)
     ticks = to_csv(schedule).splitlines()
-    reduced = "\n".join(f"{row},0REDUCE_GRAD" for row in ticks)  # behind the last tick of all
+    reduced = "\n".join(f"{row},0REDUCE_GRAD" for row in ticks)  # after the very last tick
     assert_same_table(from_csv(reduced, name), from_csv("\n".join(ticks), name))
 
 
@@ -364,7 +364,7 @@ def assert_sound_or_named(path, data: bytes) -> None:
 
 
 def edited(draw, text: str, alphabet: str) -> str:
-    """A few characters replaced, cut out, put in or written twice."""
+    """The text with a few characters replaced, removed, inserted or duplicated."""
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(text)))
         to = min(len(text), at + draw(st.integers(0, 6)))
@@ -398,7 +398,7 @@ def test_random_bytes_are_sound_or_their_mistake_is_named(tmp_path, suffix, data
 @FUZZ
 @given(st.data())
 def test_random_cells_are_sound_or_their_mistake_is_named(tmp_path, data):
-    """Cells that are ops, in no order: what a slip of the hand in a spreadsheet gives."""
+    """Cells that are ops, in any order, as a slip of the hand in a spreadsheet may give."""
     number = st.integers(0, 2) | st.sampled_from([7, 999_999])
     op = st.builds("{}{}{}".format, number, st.sampled_from("FIBW"), number)
     cells = st.lists(st.lists(op | st.just(""), max_size=7), min_size=1, max_size=3)

@@ -59,8 +59,8 @@ def test_gpipe_closed_forms(groups, p, v):
     st.integers(1, 4), st.integers(1, 8),
 )  # fmt: skip
 def test_bubble_is_that_of_the_paper(name, groups, p, v, forward_time, backward_time):
-    """SC'21 section 2.2: the time is m (F + B), with F and B of all chunks of a stage, and the
-    bubble over it (p - 1) / (v m)."""
+    """SC'21 section 2.2: ideal time is m (F + B), with F and B of all chunks of a stage, and the
+    bubble over it is (p - 1) / (v m)."""
     m = groups * p
     schedule = make(name, microbatches=m, stages=p, virtual=v)
     times = Times(forward=forward_time, backward=backward_time, weight=0)
@@ -70,7 +70,7 @@ def test_bubble_is_that_of_the_paper(name, groups, p, v, forward_time, backward_
 
 
 def megatron_order(stage: int, *, p: int, v: int, m: int) -> list[str]:
-    """Interleaved 1F1B of Megatron-LM: 2(p-1-s) + (v-1)p warm-up Fs, then F and B in turn."""
+    """Megatron-LM's interleaved 1F1B: 2(p-1-s) + (v-1)p warm-up Fs, then F and B alternate."""
 
     def op(kind: str, k: int) -> str:
         group, place = divmod(k, p * v)

@@ -1,4 +1,4 @@
-"""Placement of layers on stages and chunks, and the way back to model order."""
+"""Placement of layers on stages and chunks, and conversion back to model order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ quick = settings(max_examples=80, deadline=None)
 
 @st.composite
 def placed(draw):
-    """(layers, pipe, virtual, placement) of any kind of placement."""
+    """(layers, pipe, virtual, placement), for any kind of placement."""
     pipe, virtual = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     virtual_stages = pipe * virtual
     kind = draw(st.sampled_from(["even", "balanced", "explicit"]))
@@ -128,7 +128,7 @@ def test_layers_of_a_kind_are_found_again(case, random):
 
 
 def test_a_stage_holds_an_encoder_and_a_decoder_once():
-    """In two chunks of each stage; woven, where each chunk has its own row, twice."""
+    """In the two chunks of each stage; woven, where each chunk has its own row, twice."""
     pattern = ("encoder",) * 4 + ("decoder",) * 4
     for row_a_chunk in (False, True):
         placement = place_layers(
@@ -156,7 +156,7 @@ def test_a_stage_holds_an_encoder_and_a_decoder_once():
     ],
 )
 def test_the_periods_of_a_chunk(pattern, pipe, periods):
-    """Those with the fewest runs, which are all of its layers."""
+    """The periods with the fewest runs, which cover all of its layers."""
     placement = place_layers(pattern, pipe=pipe, virtual=1, stage_layers="even")
     if periods is None:
         assert placement.periods is None
@@ -180,7 +180,7 @@ def test_chunks_of_other_lengths_have_no_periods():
     assert place_layers(3, pipe=2, virtual=1, stage_layers=(1, 2)).periods is None
 
 
-# Fewer layers than would divide (Llama 3's largest has one less at each end), or other kinds.
+# Layers that stages do not divide (Llama 3's largest has one less at each end), or other kinds.
 UNEVEN = {"llama-3-405b", "deepseek-v3", "qwen3-235b-a22b", "miniature-llava"}
 
 
@@ -226,7 +226,7 @@ def test_counts_that_do_not_fit_are_an_error_with_the_sums(counts):
 @quick
 @given(st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0]), min_size=1, max_size=9), st.data())
 def test_balanced_by_costs_no_cut_has_a_lighter_heaviest_stage(costs, data):
-    """All cuts are tried."""
+    """Checked against all possible cuts."""
     number = data.draw(st.integers(1, len(costs)))
     placement = place_layers(
         len(costs), pipe=number, virtual=1, stage_layers="balanced", costs=costs

@@ -1,4 +1,4 @@
-"""Schedules of any maker: what their tables hold, and a replay of them as the program runs them."""
+"""Schedules of any maker: the contents of their tables, and a replay as the program runs them."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def made_schedules(draw) -> Schedule:
             virtual=maker.virtual or draw(st.integers(1, 4)),
             slices=draw(st.integers(1, 3)) if maker.sliced else 1,
         )
-    except UserError as refusal:  # some makers know fewer shapes than these
+    except UserError as refusal:  # some makers support fewer shapes than these
         assert "\n" not in str(refusal)
         return make("1f1b", microbatches=4, stages=3)
 
 
 @st.composite
 def random_schedules(draw) -> Schedule:
-    """Any legal table: in each tick a stage picks ready ops at random, or sits it out."""
+    """Any legal table: in each tick a stage picks ready ops at random, or stays idle."""
     stages, virtual, slices = (
         draw(st.integers(1, 4)),
         draw(st.integers(1, 3)),
@@ -165,7 +165,7 @@ class Ring:
 
 
 def through(slots, ring, tick: int, stage: int, arrival, *, use: bool):
-    """The value that the stage uses in this tick; every stage writes its ring in every tick."""
+    """The value that the stage uses in this tick; each stage writes its ring in every tick."""
     if slots.slots == 0:
         return arrival if use else None
     ring.write(slots.write[tick, stage], arrival, keep=arrival is not None)
@@ -173,15 +173,15 @@ def through(slots, ring, tick: int, stage: int, arrival, *, use: bool):
 
 
 class Post:
-    """The routes of one direction, the rings at their ends, and what is on its way."""
+    """The routes of one direction, the rings at their destinations, and values in flight."""
 
     def __init__(self, routes, stages: int):
         self.routes, self.stages = routes, stages
         self.rings = [[Ring(route.ring.slots) for _ in range(stages)] for route in routes]
-        self.sent = [(None, None)] * stages  # (value, the stage that is to have it), last tick
+        self.sent = [(None, None)] * stages  # (value, the stage it is for), last tick
 
     def receive(self, tick: int, stage: int):
-        """What the op of this tick takes, or None; what is sent to others does not arrive."""
+        """The value that this tick's op takes, or None; values sent to others do not arrive."""
         values = []
         for route, rings in zip(self.routes, self.rings, strict=True):
             value, wanted_by = self.sent[(stage - route.by) % self.stages]
@@ -196,8 +196,8 @@ class Post:
 @quick
 @given(schedules)
 def test_replay_of_the_table_moves_the_right_values(schedule):
-    """The program's dataflow with names for values. Every slot is written in every tick, idle or
-    not, F's in those of its phases; in a tick F writes its slots before B reads, and B before W."""
+    """The program's dataflow, with names as values. Slots are written in every tick, idle or not,
+    F's in every tick of its phases; in a tick F writes its slots before B reads, and B before W."""
     computes_f = np.zeros(schedule.ticks, bool)
     for phase in schedule.phases:
         computes_f[phase.start : phase.stop] = phase.forward
@@ -273,7 +273,7 @@ def test_a_cache_is_held_by_one_sequence_from_its_first_slice_to_its_last(schedu
         held: dict[int, tuple[int, int]] = {}
         held_gradient: dict[int, tuple[int, int]] = {}
         for tick in range(schedule.ticks):
-            # F writes its cache, idle or not; B reads it, and writes that of the gradients.
+            # F writes its cache, idle or not; B reads it, and writes the gradients' cache.
             item, chunk = schedule.forward.item[tick, stage], schedule.forward.chunk[tick, stage]
             slot = schedule.cache.write[tick, stage]
             sequence = item // schedule.slices, chunk
@@ -336,7 +336,7 @@ def test_the_table_for_f_alone_is_as_dense_as_1f1b(m, p, v):
 @quick
 @given(schedules)
 def test_slots_are_as_few_as_idle_writes_allow(schedule):
-    """What waits at once needs as many slots; a write of an idle stage may need one more."""
+    """Values that wait at once need a slot each; a write of an idle stage may need one more."""
     most = schedule.in_flight.max()
     assert most <= schedule.slots <= most + 1
     if schedule.split:
@@ -358,7 +358,7 @@ def test_phases_cover_all_ticks_and_say_what_occurs_in_them(schedule):
     phases = schedule.phases
     assert phases[0].start == 0 and phases[-1].stop == schedule.ticks
     kinds = np.stack([half.busy.any(axis=1) for half in schedule.halves], axis=1)
-    # What arrives a tick after it was sent is taken in by that tick's F or B, busy or not.
+    # A value arrives a tick after it was sent, in that tick's F or B, busy or not.
     for kind, sent in ((F, schedule.forward_ticks), (B, schedule.backward_ticks)):
         sends = schedule.virtual_stages != (schedule.virtual_stages.max() if kind == F else 0)
         kinds[sent[:, sends] + 1, kind] = True

@@ -1,4 +1,4 @@
-"""The search: its winner against every table there is on small shapes, its limits, its reasons."""
+"""The search: its winner against all possible tables of small shapes, its limits, its reasons."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def choose(*args, **kwargs) -> Candidate:
 
 
 def least_makespan(m: int, p: int, times: Times, limit: float | None = None) -> float:
-    """Of any table of full ticks with one chunk a stage: the shortest way through all states.
+    """The least makespan of tables of full ticks with one chunk per stage: a shortest path over
+    states.
 
-    A state is how many F, B and W each stage has run: with whole sequences nothing is gained by
-    taking microbatches in turns that differ between kinds or stages. B with W behind it in the same
-    tick costs what a B that is not split does, so that tables without W are among them.
+    A state is the numbers of F, B and W that each stage has run: with whole sequences, nothing is
+    gained if kinds or stages take microbatches in different orders. B followed by W in the same
+    tick costs as much as an unsplit B, so tables without W are included.
     """
     counts = [(f, b, w) for f in (0, 1) for b in (0, 1) for w in (0, 1)]
     lasts = [f * times.forward + b * times.backward + w * times.weight for f, b, w in counts]
@@ -49,7 +50,7 @@ def least_makespan(m: int, p: int, times: Times, limit: float | None = None) -> 
             for (df, db, dw), last in zip(counts, lasts, strict=True):
                 after = f + df, b + db, w + dw
                 ready = after[0] <= inputs and after[1] <= min(gradients, after[0])
-                kept = after[0] - b + b - w  # while B and W run, what they use is still there
+                kept = after[0] - b + b - w  # what B and W use is held while they run
                 small = limit is None or kept <= limit
                 if ready and after[2] <= after[1] and (small or not df):
                     sends = (df and s < p - 1) or (db and s > 0)
@@ -188,7 +189,7 @@ def test_no_choice_says_what_would_be_needed():
     names(error, "v_min v=2", "3 stashes", "limit of 0.5")
     with pytest.raises(UserError) as error:
         choose(8, 4, virtuals=(1, 2), memory_limit=3.5)
-    names(error, "memory_limit", "v_min v=2", "3")  # which fits, and must be named to be taken
+    names(error, "memory_limit", "v_min v=2", "3")  # it fits, but is used only if named
     with pytest.raises(UserError) as error:
         choose(8, 4, layers=6)
     names(error, "layers=6", "stages*virtual=4*1")
@@ -207,7 +208,7 @@ def test_no_choice_says_what_would_be_needed():
         (8, "balanced", 1, 2),  # the same
         (10, "balanced", 1, 1),
         (10, "balanced", 2, 2),
-        (8, (3, 2, 2, 1), 1, 1),  # four virtual stages it is
+        (8, (3, 2, 2, 1), 1, 1),  # so there are four virtual stages
         (8, (1, 1, 2, 1, 0, 1, 1, 1), 2, 2),
         (2, (1, 0, 0, 1), 1, 1),
     ],

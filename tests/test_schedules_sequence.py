@@ -1,4 +1,4 @@
-"""Schedules of sequence slices: their orders, and the closed forms that they claim."""
+"""Schedules of sequence slices: their orders, and their closed forms."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_seq1f1b_is_as_its_paper_says(m, p, k):
 
 
 def test_seq1f1b_runs_in_the_order_of_its_papers_figure():
-    """Sun et al., section 3.2: two slices, the second of which comes first in B."""
+    """Sun et al., section 3.2: of two slices, the second comes first in B."""
     schedule = seq1f1b(Shape(microbatches=4, stages=4, slices=2))
     assert row(schedule, 3, 8) == "F1a F1b B1b F2a B1a F2b B2b F3a"
     assert row(schedule, 0, 10) == "F1a F1b F2a F2b F3a B1b F3b B1a F4a B2b"

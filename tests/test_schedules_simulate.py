@@ -1,4 +1,4 @@
-"""The simulator: published bubbles, the papers' closed forms, and an oracle that is only slow."""
+"""The simulator against published bubbles, the papers' closed forms, and a simple, slow oracle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = ("asynchronous", "lockstep")
 
 @st.composite
 def any_times(draw, stages: int) -> Times:
-    """Whole numbers and halves, so that sums are exact in whatever order."""
+    """Whole numbers and halves, so that sums are exact in any order."""
     half = st.integers(0, 8).map(lambda n: n / 2)
     forward, backward, weight = draw(half), draw(half), draw(half)
     factor = st.sampled_from([0.5, 1.0, 1.5, 2.0])
@@ -36,7 +36,7 @@ def any_times(draw, stages: int) -> Times:
 
 @st.composite
 def random_orders(draw) -> Schedule:
-    """Any legal orders, W split or not, slices or not, chunks wherever: ready ops at random."""
+    """Any legal orders of random ready ops: W split or not, slices or not, chunks anywhere."""
     stages, virtual = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4]))
     microbatches, slices, split = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(booleans)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -64,7 +64,7 @@ def known_schedules(draw) -> Schedule:
     name = draw(st.sampled_from(sorted(MAKERS)))
     virtual = MAKERS[name].virtual or draw(st.integers(1, 3))
     slices = draw(st.integers(1, 3)) if MAKERS[name].sliced else 1
-    # Some makers ask for as many microbatches as stages, and V-shapes for an even number of both.
+    # Some makers need as many microbatches as stages, and V-shapes an even number of both.
     stages = draw(st.sampled_from([2, 4]))
     microbatches = 2 * stages + draw(st.integers(0, 4))
     return make(
@@ -99,7 +99,7 @@ def duration(schedule: Schedule, times: Times, kind: int, stage: int) -> float:
 
 
 def slow_simulation(schedule: Schedule, times: Times) -> dict[tuple[int, int, int], float]:
-    """(kind, item, virtual stage) -> end, by looking again and again for an op that can run."""
+    """{(kind, item, virtual stage): end}, by searching repeatedly for an op that can run."""
     last = schedule.stages * schedule.virtual - 1
     stage_of = {int(k): s for (_, s), k in np.ndenumerate(schedule.virtual_stages)}
     todo = [schedule.orders.of(stage) for stage in range(schedule.stages)]
@@ -182,8 +182,8 @@ def test_bubbles_and_activations_are_those_of_the_chimera_paper(d, n):
 
 
 def test_interleaved_1f1b_runs_as_drawn_in_figure_4():
-    """SC'21, figure 4, bottom (p=4, v=2, m=8, B twice F): when each device's first ops begin, with
-    the F of one chunk as the unit. Digits are microbatches, primes the second chunk."""
+    """SC'21, figure 4, bottom (p=4, v=2, m=8, B twice F): the starts of each device's first ops, in
+    units of the F of one chunk. Digits are microbatches, primes the second chunk."""
     simulation = simulate(
         make("1f1b", microbatches=8, stages=4, virtual=2), Times(forward=2, backward=4, weight=0)
     )
@@ -269,7 +269,7 @@ def test_no_stage_is_faster_than_its_work(data, schedule, model):
 @quick
 @given(st.data(), schedules, st.sampled_from(MODELS))
 def test_the_bubble_is_what_stages_idle_over_what_they_work(data, schedule, model):
-    """Of all stages together, whatever they wait for; also where each has times of its own."""
+    """Over all stages together, whatever they wait for, even if each has its own times."""
     stages, half = schedule.stages, st.integers(1, 8).map(lambda n: n / 2)
     own = data.draw(st.lists(st.tuples(half, half, half), min_size=stages, max_size=stages))
     for times in (data.draw(any_times(stages)), Times(comm=0.5, stage_times=tuple(own))):
@@ -346,7 +346,7 @@ def test_a_short_f_warms_up_in_flight_of_the_closed_form():
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKERS)), st.integers(1, 10), st.integers(1, 4))
 def test_a_closed_form_of_the_bubble_holds_or_is_none(data, name, microbatches, stages):
-    """As ticks run in lock-step or as a program per stage does: which of the two, each says."""
+    """For ticks in lock-step or for a program per stage; each form says for which of the two."""
     known = MAKERS[name]
     shape = Shape(
         microbatches=microbatches, stages=stages, virtual=known.virtual or data.draw(counts),
@@ -389,7 +389,7 @@ def test_mistakes_are_told():
 
 
 def test_stages_that_wait_for_one_another_for_ever_are_named():
-    """Stage 0 wants its first B before the F that stage 1 starts with is sent."""
+    """Stage 0 has its first B before it sends the F that stage 1 starts with."""
     kinds = [[F, B, F, B], [F, F, B, B]]
     items = [[0, 0, 1, 1], [0, 1, 0, 1]]
     orders = Orders(

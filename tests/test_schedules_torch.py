@@ -1,7 +1,7 @@
 """Orders against those of torch.distributed.pipelining, and our CSV run by its runtime.
 
-Run as a script with a folder, it is the program of that last test: every CSV in the folder is
-run by one process a row, and its gradients compared with those of the whole model.
+Run as a script with a folder, this is the program of the last test: every CSV in the folder is run
+by one process per row, and its gradients are compared with those of the whole model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  
 from torch.distributed.pipelining.stage import PipelineStage  # noqa: E402
 
 ORDERS = [
-    # theirs, ours, p, m, v. Left out: torch's plain 1F1B, which in torch 2.13 forgets the last
-    # rank's microbatch 0 and runs one that is not there; and interleaved 1F1B where p does not
-    # divide m, for which torch makes rounds of more than p microbatches and Megatron has none.
+    # theirs, ours, p, m, v. Left out: torch's plain 1F1B, which in torch 2.13 omits the last rank's
+    # microbatch 0 and runs one that does not exist; and interleaved 1F1B if p does not divide m,
+    # for which torch makes rounds of more than p microbatches and Megatron has no order.
     *[("GPipe", "gpipe", p, m, 1) for p, m in [(2, 4), (4, 8), (4, 3), (3, 7)]],
     *[("Interleaved1F1B", "interleaved_1f1b", *sizes)
       for sizes in [(2, 4, 2), (4, 8, 2), (4, 4, 2), (4, 12, 3), (2, 8, 4), (8, 16, 2)]],
     *[("LoopedBFS", "breadth_first", *sizes)
       for sizes in [(2, 4, 2), (4, 8, 2), (4, 9, 3), (4, 2, 2), (8, 8, 4)]],
-    # Its counterpart among ours has one chunk a stage.
+    # Our counterpart of it has one chunk per stage.
     *[("InterleavedZeroBubble", "zb_h1", p, m, 1) for p, m in [(2, 4), (4, 8), (4, 4), (8, 24)]],
     *[("ZBVZeroBubble", "zb_v", p, m, 2) for p, m in [(2, 4), (4, 8), (4, 9), (8, 16)]],
     *[("DualPipeV", "dualpipe_v", p, m, 2) for p, m in [(2, 4), (4, 8), (4, 9), (8, 16)]],
@@ -41,9 +41,9 @@ ORDERS = [
 
 
 def their_table(name: str, p: int, m: int, v: int) -> list[list]:
-    """Each rank's actions, None where it idles."""
+    """Each rank's actions, None if it idles."""
     multiple = issubclass(peer.get_schedule_class(name), peer.PipelineScheduleMulti)
-    if multiple and v == 1:  # which get_schedule_ops does not let through
+    if multiple and v == 1:  # get_schedule_ops refuses this
         stage = mock.create_autospec(PipelineStage, instance=True)
         stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p, None
         table = peer.get_schedule_class(name)([stage], m).pipeline_order
@@ -52,8 +52,8 @@ def their_table(name: str, p: int, m: int, v: int) -> list[list]:
 
 
 def their_orders(name: str, p: int, m: int, v: int, *, split: bool) -> list[list[str]]:
-    """Each rank's ops, such as 2F0. Idle cells and gradient reductions are ignored, two ops that
-    overlap are taken one by one, and a B in a table with W stands for I and W."""
+    """Each rank's ops, such as 2F0. Idle cells and gradient reductions are ignored, two overlapped
+    ops are taken one after the other, and a B in a table with W stands for I and W."""
     orders: list[list[str]] = []
     for row in their_table(name, p, m, v):
         orders.append([])

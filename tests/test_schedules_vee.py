@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min: memory, bubble, torch's orders, and what other times do to them."""
+"""ZB-V, V-Half and V-Min: memory, bubble, torch's orders, and the effect of other times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtx.schedules.simulate import Simulation, simulate
 
 quick = settings(max_examples=60, deadline=None)
 names = pytest.mark.parametrize("name", sorted(MAKERS))
-MEMORY = {"zb_v": lambda p: p, "v_half": half_memory, "v_min": min_memory}  # microbatches a stage
+MEMORY = {"zb_v": lambda p: p, "v_half": half_memory, "v_min": min_memory}  # microbatches per stage
 
 
 def run(name: str, p: int, m: int, times: Times | None = None) -> Simulation:
@@ -25,7 +25,7 @@ def run(name: str, p: int, m: int, times: Times | None = None) -> Simulation:
 
 
 def stage_text(orders: Orders, stage: int) -> str:
-    """One letter an op, capital for chunk 0: "FfbwBW"."""
+    """One letter per op, capital for chunk 0: "FfbwBW"."""
     letters = (KINDS[op.kind] for op in orders.of(stage))
     chunks = orders.chunk[stage].tolist()
     return "".join(k.lower() if c else k for k, c in zip(letters, chunks, strict=True))
@@ -94,7 +94,7 @@ def test_blocks_repeat(name, block):
 
 
 def test_zb_v_warm_up_and_cool_down():
-    """Stage 0 takes F of chunk 0 until the first microbatch is back; stage 3 turns each round."""
+    """Stage 0 runs F of chunk 0 until the first microbatch returns; stage 3 turns each around."""
     orders = run("zb_v", 4, 8).orders
     assert stage_text(orders, 0) == "FFFFFFFfbwfbwfbwfbwFBWfbwBWfbwBWfbwBWfbwBWBWBWBW"
     assert stage_text(orders, 3) == "FfFfFfFfbwFBWfbwFBWfbwFBWfbwFBWfbwBbBbBbBWwwwWWW"
@@ -116,7 +116,7 @@ def test_other_times_keep_to_the_memory(name, p, m, times, skew):
     if skew:
         factors = tuple(1.0 + 0.2 * (stage % 3) for stage in range(p))
         times = Times(**{**vars(times), "stage_factors": factors})
-    simulation = run(name, p, m, times)  # every op once, and no stage waits for ever
+    simulation = run(name, p, m, times)  # every op once, and no stage waits forever
     assert simulation.peak_memory.max() <= MEMORY[name](p)
     assert simulation.cost >= simulation.ideal * (1 - 1e-9) or skew
 

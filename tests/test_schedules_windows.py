@@ -1,4 +1,4 @@
-"""Windows of a table: a chunk is there before its first F, and leaves after its last B and W."""
+"""Windows of a table: a chunk is gathered before its first F, scattered after its last B and W."""
 
 from __future__ import annotations
 

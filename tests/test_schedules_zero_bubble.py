@@ -45,7 +45,7 @@ def to_times(forward, backward, weight, comm):
 
 
 def weight_share_of(model):
-    """Table 1: bytes a layer keeps for W, of those that it keeps for B, each over s b."""
+    """Table 1: bytes that a layer keeps for W, over those that it keeps for B; each over s b."""
     hidden, heads = MODELS[model]
     return 32 * hidden / (34 * hidden + 5 * heads * 1024)
 
@@ -89,7 +89,7 @@ def test_bubbles_are_the_published_ones(model, microbatches, measured, rates):
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.5])
 def test_published_2p_rates_hold_up_to_half_a_stash_for_w(share):
-    """They do not hang on the exact share of the models."""
+    """They do not depend on the models' exact share."""
     for _, microbatches, measured, rates in ROWS:
         shape = Shape(microbatches=microbatches, stages=8, times=to_times(*measured))
         schedule = automatic(replace(shape, weight_share=share), 16)
@@ -160,7 +160,7 @@ def test_makers_say_the_bubble_and_what_is_in_flight(shape, virtual):
 
 
 def test_closed_forms_hold_where_the_paper_looks():
-    """So that the tests above do not pass for want of a shape that they hold for."""
+    """Otherwise the tests above could pass because no shape has a closed form."""
     for _, microbatches, measured, _ in ROWS:
         shape = Shape(microbatches=microbatches, stages=8, times=to_times(*measured))
         assert all(MAKERS[name].bubble_over_ideal(shape) for name in ("zb_h1", "zb_h2"))
@@ -227,7 +227,7 @@ def test_memory_buys_time():
     costs = [cost(limit, zb_1p) for limit in (4, 8, 16, 28)]
     assert costs == sorted(costs, reverse=True)
     assert len(set(costs)) == 4
-    assert cost(16, zb_1p) == cost(16, zb_2p) == cost(None, zb_2p)  # a limit of one's own counts
+    assert cost(16, zb_1p) == cost(16, zb_2p) == cost(None, zb_2p)  # an explicit limit counts
     assert cost(1e6, zb_1p) <= costs[-1]
 
 
@@ -247,7 +247,7 @@ def test_aligned_zb_costs_lockstep_no_bubble_of_w(shape, virtual):
     m = m * p if virtual > 1 else m
     schedule = aligned_zb(Shape(microbatches=m, stages=p, virtual=virtual))
     assert schedule.ticks == m * virtual + (virtual + 1) * p - 2
-    assert (schedule.weight_ticks == schedule.weight_ticks[:, :, :1]).all()  # of all stages at once
+    assert (schedule.weight_ticks == schedule.weight_ticks[:, :, :1]).all()  # at once on all stages
     assert (schedule.weight_ticks == schedule.backward_ticks.max(axis=2, keepdims=True)).all()
     waiting = np.minimum(np.arange(p) + 1, m * virtual)
     assert schedule.weights_in_flight.tolist() == waiting.tolist()
@@ -257,7 +257,7 @@ def test_aligned_zb_costs_lockstep_no_bubble_of_w(shape, virtual):
 
 
 def test_aligned_zb_against_1f1b_in_lockstep():
-    """At p=8, m=24 and equal F, B and W: 16.3 % of the time is bubble, and of 1F1B's 22.6 %."""
+    """At p=8, m=24 and equal F, B and W, 16.3 % of the time is bubble; with 1F1B 22.6 %."""
     plain = make("1f1b", microbatches=24, stages=8)
     for schedule, rate in [(aligned_zb(Shape(microbatches=24, stages=8)), 0.163), (plain, 0.226)]:
         assert round(simulate(schedule, model="lockstep").zero_bubble_rate, 3) == rate
@@ -290,7 +290,7 @@ def test_deferred_zb_hides_w_in_lockstep_where_it_fits(shape, virtual):
 
 
 def test_deferred_zb_halves_the_bubble_of_aligned_zb():
-    """F = B = W, p=8, m=24: 7/72 of the ideal time, as ZB-H1 has asynchronously; 14/72; 1F1B 21."""
+    """F = B = W, p=8, m=24: 7/72 of ideal time, as ZB-H1's asynchronously; 14/72; 1F1B's 21/72."""
     shape = Shape(microbatches=24, stages=8)
     bubbles = [
         simulate(make(shape), model="lockstep").bubble_over_ideal

@@ -1,4 +1,4 @@
-"""The mesh's axes: over which of them a gradient is summed, and what a further one costs."""
+"""The mesh's axes: over which of them a gradient is summed, and the work of adding another."""
 
 import subprocess
 import sys

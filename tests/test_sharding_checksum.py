@@ -1,5 +1,5 @@
-"""A checksum changes with whatever changes, also where the change is one that memory's faults or a
-program's would make alike in many places."""
+"""A checksum changes with any change, even one that a fault of memory or of a program makes in the
+same way in many places."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Tensors in float8: what is rounded to what, scales, and products."""
+"""Tensors in float8: rounding, scales, and products."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ _16_BITS = np.arange(2**16, dtype=np.uint16)
 
 
 def floats():
-    """Random float32 over all exponents, and what lies between two numbers of float8."""
+    """Random float32 over all exponents, and values between neighbouring float8 numbers."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     near = random.uniform(-500, 500, 50_000).astype(np.float32)
@@ -48,7 +48,7 @@ def test_saturate_rounds_as_ml_dtypes(name, x):
     is_nan = np.isnan(want.astype(np.float32))
     assert (is_nan == np.isnan(x.astype(np.float32))).all() and is_nan.any()
     assert (np.isnan(got.astype(np.float32)) == is_nan).all()
-    numbers = ~is_nan & ~(np.abs(x.astype(np.float32)) < 2.0**-126)  # of which CPUs make zeros
+    numbers = ~is_nan & ~(np.abs(x.astype(np.float32)) < 2.0**-126)  # CPUs flush those to zero
     assert (got.view(np.uint8)[numbers] == want.view(np.uint8)[numbers]).all()
 
 
@@ -74,7 +74,7 @@ def test_scales_of_nothing_and_of_what_is_not_finite():
 
 @pytest.mark.parametrize("name", TYPES)
 def test_another_largest_magnitude_rounds_the_same(name):
-    """But for what is below the least normal number."""
+    """Except values below the least normal number."""
     x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     amax = np.abs(x).max()
 
@@ -98,7 +98,7 @@ def dequantised(x, name):
 
 @pytest.mark.parametrize("form", fp8.GRADIENTS)
 def test_products_are_those_of_the_quantised_operands(form):
-    """Forward, gradient of the input, gradient of the weight: of float32 operands, exactly."""
+    """Forward, gradient of the input, gradient of the weight: exact for float32 operands."""
     random = np.random.default_rng(0)
     x, w, dy = (
         random.standard_normal(shape).astype(np.float32) * scale
@@ -134,7 +134,7 @@ def test_a_matmul_of_something_else_is_refused():
 
 
 def history_after(steps, *seen):
-    """Of what steps have seen of an input, a weight and an output gradient, in turn."""
+    """The history after steps that saw these values of input, weight and output gradient."""
     history, rule = jnp.zeros(fp8.HISTORY), fp8.Delayed(steps)
     w = quantised(np.ones((16, 16), np.float32), 1, "hybrid")
     for devices in seen:
@@ -148,11 +148,11 @@ def history_after(steps, *seen):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_scales_follow_from_earlier_steps(steps):
-    """As Transformer Engine's DelayedScaling has them, of a list of largest magnitudes: the largest
-    of the last `steps`, over devices and microbatches; its scale as it was where that is zero."""
+    """As in Transformer Engine's DelayedScaling, which keeps largest magnitudes: scales follow from
+    the largest of the last `steps`, over devices and microbatches, and stay if that is zero."""
     random = np.random.default_rng(0)
     seen = 2.0 ** random.integers(-30, 30, (12, 4, 3)) * random.uniform(1, 2, (12, 4, 3))
-    seen[3] = seen[7:11, :, 2] = 0  # nothing in one step, and in more than are looked at
+    seen[3] = seen[7:11, :, 2] = 0  # zero in one step, and in more steps than count
     kept = np.ones(3)
     for n in range(12):
         amax = seen[max(0, n - steps) : n].max(axis=(0, 1), initial=0)
@@ -168,7 +168,7 @@ def test_scales_follow_from_earlier_steps(steps):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_beyond_the_scale_is_the_end_of_the_range(name):
-    """What is infinite is NaN, so that the step is skipped; neither moves a history."""
+    """Infinite values become NaN, so that the step is skipped; neither changes a history."""
     most = float(jnp.finfo(name).max)
     x = np.float32([0.5 * most, most, 1.5 * most, -1e30, 3e38, np.inf, -np.inf, np.nan])
     got = np.asarray(fp8.quantise_delayed(x, name, jnp.float32(4)), np.float32)

@@ -30,7 +30,7 @@ CHOICE = Task(options=3, special=SPECIAL, sequence=16)
 
 
 def batch_of(task: Task) -> dict[str, np.ndarray]:
-    """Random rows, of which those of the second example do not count."""
+    """Random rows; those of the second example do not count."""
     random = np.random.default_rng(0)
     text = np.arange(16) < random.integers(5, 17, (ROWS, 1))
     counts = np.arange(ROWS) % task.options == 0
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_reference(model, task, layout):
     params, batch, want = made(model, task)
     trainer = FinetuneTrainer(RunConfig(model=model, layout=layout, global_batch=ROWS), task)
     got = trainer.loss_and_gradients_of(trainer.masters_from(params), batch)
-    if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
+    if task is CHOICE:  # adding the same to all options changes nothing: 0 except for rounding
         assert all(abs(tree["head"]["classifier"]["b"]).max() < 1e-7 for tree in (got[1], want[1]))
         for tree in (got[1], want[1]):
             tree["head"]["classifier"] = {"w": tree["head"]["classifier"]["w"]}

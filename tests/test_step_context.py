@@ -1,4 +1,4 @@
-"""Sequences cut over `context`: the numbers of one device, however attention goes over them."""
+"""Sequences split over `context` give the values of one device, with every way of attention."""
 
 import re
 from collections import Counter
@@ -35,7 +35,7 @@ BERT = ModelConfig(family="bert", **SIZES)
 
 
 def with_documents(batch):
-    """The batch with several documents a row, each with positions of its own."""
+    """The batch with several documents per row, each with its own positions."""
     rows, sequence = batch["tokens"].shape
     starts = np.random.default_rng(1).random((rows, sequence)) < 0.15
     starts[:, 0] = True
@@ -79,7 +79,7 @@ def assert_as_on_one_device(model, *, documents=False, **layout):
 
 @pytest.mark.parametrize(
     "way, model, layout",
-    [  # on two devices usp is ulysses, and round a window a ring gathers: the same programs
+    [  # on two devices usp equals ulysses, and with a window a ring gathers: the same programs
         *((way, DROPS, {"context": 2, "tensor": 2, "pipe": 2, "virtual": 2}) for way in WAYS[:3]),
         *((way, WINDOW, {"context": 2, "data": 2, "zero": 3}) for way in WAYS[1:3]),
     ],
@@ -135,14 +135,14 @@ def test_documents_reach_over_devices(layout):
 
 
 class Fused(Trainer):
-    """Attention's kernel for GPUs, to be traced."""
+    """A trainer with attention's kernel for GPUs, only to be traced."""
 
     def _kernel(self):
         return "described"
 
 
 def kernels_of(jaxpr) -> Counter:
-    """The kernels of attention, in all equations."""
+    """Counts of the primitives, which include attention's kernels, in all equations."""
     found = Counter(eqn.primitive.name for eqn in jaxpr.eqns)
     for eqn in jaxpr.eqns:
         for value in jax.tree.leaves(list(eqn.params.values())):
@@ -226,7 +226,7 @@ def test_texts_go_on_with_keys_and_values_kept_in_parts(layout):
 
 
 def test_a_first_pass_is_a_part_of_it_for_each_device():
-    """Work falls by c, and nothing that is computed has all positions."""
+    """Work falls by the factor c, and no computed array has all positions."""
     model, flops = replace(LLAMA, layers=1, hidden=24, vocab=40, sequence=128), []
     for context in (1, 4):
         trainer = trainer_of(model, context=context, context_attention="ring")
@@ -242,7 +242,7 @@ def test_a_first_pass_is_a_part_of_it_for_each_device():
 
 def test_a_device_has_an_early_and_a_late_chunk():
     assert zigzag(16, 2).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7, 8, 9, 10, 11]
-    sees = np.arange(16) + 1  # keys of a query, causal: as many on both
+    sees = np.arange(16) + 1  # keys that each query sees, causal: as many on both
     assert sees[zigzag(16, 2)].reshape(2, -1).sum(axis=1).tolist() == [68, 68]
 
 

@@ -1,5 +1,5 @@
-"""Mistral, Qwen 2 and 3, and Gemma 2 on layouts of every kind: losses and gradients of an unsharded
-reference, and texts written with and without keys and values kept."""
+"""Mistral, Qwen 2 and 3, and Gemma 2 on layouts of every kind: losses and gradients equal an
+unsharded reference's, and texts are written with and without kept keys and values."""
 
 import functools
 
@@ -47,7 +47,7 @@ MODELS = {
 
 @functools.cache
 def made(name):
-    """(model, parameters with biases and norms at random, batch, loss and gradients)"""
+    """(model, parameters with random biases and norms, batch, loss and gradients)"""
     model, rules = MODELS[name]
     random = np.random.default_rng(0)
 
@@ -71,7 +71,7 @@ LAYOUTS = [
 ]
 
 
-# Each family on three or more, each layout with two or more.
+# Each family on three or more layouts, each layout with two or more families.
 TRIED = {"mistral": (0, 3, 4), "qwen2": (1, 2, 5), "qwen3": (0, 1, 2), "gemma2": (1, 3, 4, 5)}
 
 
@@ -89,7 +89,7 @@ logits = jax.jit(reference_decoder.logits, static_argnums=2)
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen2", "mistral"])
 def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name):
-    """Token by token beyond a window, on stages of different kinds."""
+    """Token by token beyond a window, on stages with different kinds of layers."""
     model, params, _, _ = made(name)
     layout = Layout(data=2, pipe=2, tensor=2, stage_layers=(1, 3), microbatch=2)
     trainer = mtx.Trainer(RunConfig(model=model, layout=layout, global_batch=4))

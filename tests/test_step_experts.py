@@ -1,5 +1,5 @@
-"""Mixtures of experts on every kind of layout: losses, gradients, counts and states of an unsharded
-reference, which runs every token through every expert; and nothing is dropped."""
+"""Mixtures of experts on every kind of layout: losses, gradients, counts and states equal those of
+an unsharded reference, which runs every token through every expert; nothing is dropped."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -148,7 +148,7 @@ def train(model, layout, steps, batches):
 
 @functools.cache
 def alone():
-    """20 batches, and what one device makes of them."""
+    """20 batches, and the results of training on one device."""
     batches = [reference.random_batch(GROUPED, 8, seed) for seed in range(20)]
     return batches, *train(GROUPED, Layout(microbatch=4), 20, batches)
 
@@ -191,9 +191,9 @@ def test_states_of_routers_follow_what_was_chosen():
 
 @pytest.mark.parametrize("way", ["alltoall", "gathered"])
 def test_nothing_is_dropped_where_all_choose_one_expert(way):
-    """The worst that a router can do: every token to the same experts."""
+    """The worst that a router can do is to send every token to the same experts."""
     params = jax.tree.map(np.array, params_of(MIXTRAL))
-    params["layers"]["block"]["mlp"]["router"]["w"][:] = 0  # of equal ones the first
+    params["layers"]["block"]["mlp"]["router"]["w"][:] = 0  # among equals, the first are chosen
     batch, _ = made(MIXTRAL)
     layout = Layout(expert=4, data=2, expert_room=0.5, expert_dispatch=way)
     got = mtx.loss_and_gradients(MIXTRAL, layout, batch, params=params)
@@ -207,7 +207,7 @@ def test_nothing_is_dropped_where_all_choose_one_expert(way):
 
 
 def test_a_further_round_takes_a_quarter_of_the_memory_of_the_first():
-    """Of arrays by slot [E, C, ...]; so all that rounds need is bounded, whatever routers do."""
+    """In arrays by slot [E, C, ...]; so the memory of rounds is bounded, whatever routers do."""
     tokens, hidden, ffn, experts, choices = 640, 8, 24, 4, 2
     axes = Axes.of(Layout(expert_room=1.2))
     way = Way.of(
@@ -232,7 +232,7 @@ def test_a_further_round_takes_a_quarter_of_the_memory_of_the_first():
 
 
 def shapes_of(jaxpr, in_loop=False):
-    """(shape, whether it is made in a loop of unknown length) of all that is computed."""
+    """(shape, whether it is computed in a loop of unknown length) of every computed array."""
     for eqn in jaxpr.eqns:
         yield from ((v.aval.shape, in_loop) for v in eqn.outvars)
         for value in eqn.params.values():
@@ -242,8 +242,8 @@ def shapes_of(jaxpr, in_loop=False):
 
 
 def test_what_is_sent_and_computed_is_the_closed_form():
-    """Of each token's k choices, times room: to the experts and back, D elements each and a gate;
-    and no more matmuls than that."""
+    """Each token's k choices, times room, go to the experts and back with D elements each and a
+    gate; there are no more matmuls than that."""
     model, room = replace(MIXTRAL, sequence=640), 1.2
     how = ExpertShards(expert=4, expert_room=room)
     cost = layer_cost(model, kind="block", experts=how)
@@ -255,7 +255,7 @@ def test_what_is_sent_and_computed_is_the_closed_form():
     of_experts = [m for m in cost.weights if m.weight.endswith(("mlp.up", "mlp.down"))]
     assert sum(m.flops(1) for m in of_experts) == 2 * slots * 3 * model.hidden * model.ffn
     (least,) = {c.bytes.at(1) for c in cost.collectives if c.kind == "pmax"}
-    assert least == 4  # how many rounds the fullest needs
+    assert least == 4  # the number of rounds that the fullest expert needs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Llama and BERT on every kind of layout: losses and gradients of an unsharded reference."""
+"""Llama and BERT on every kind of layout: losses and gradients equal an unsharded reference's."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ POST = dataclasses.replace(BERT, norm_placement="post", gelu="erf")
 
 
 def packed(batch, seed=0):
-    """The batch as documents of random lengths in each row, positions starting anew in each."""
+    """The batch as documents of random lengths in each row, with positions from 0 in each."""
     begins = np.random.default_rng(seed).random(batch["tokens"].shape) < 0.2
     begins[:, 0] = True
     places = np.arange(begins.shape[1])
@@ -39,8 +39,7 @@ def packed(batch, seed=0):
 
 
 def pairs_of_texts(rows, seed=0):
-    """A batch of BERT's: a tenth of the tokens masked, padding at the end, some rows without an
-    order."""
+    """A batch for BERT: masked tokens, padding at the end, and some rows without an order."""
     random = np.random.default_rng(seed)
     shape = rows, BERT.sequence
     lengths = random.integers(BERT.sequence // 2, BERT.sequence + 1, (rows, 1))
@@ -89,8 +88,8 @@ def check(model, layout, made):
     "layout",
     [
         Layout(microbatch=6),
-        Layout(data=2, pipe=2, tensor=2, virtual=2),  # a head of keys and values a device
-        Layout(pipe=2, tensor=4, sequence_parallel=False),  # half a head a device
+        Layout(data=2, pipe=2, tensor=2, virtual=2),  # a head of keys and values per device
+        Layout(pipe=2, tensor=4, sequence_parallel=False),  # half a head per device
         Layout(tensor=8, microbatch=2, recompute="selective"),  # a quarter of one
         Layout(pipe=4, tensor=2, virtual=2, schedule="deferred_zb", stash="inputs"),
         Layout(data=2, pipe=2, tensor=2, schedule="zb_h1", recompute="full", zero=3),

@@ -1,5 +1,5 @@
-"""Training in float8: the same loss on every layout, gradients of the unsharded reference, and
-what of the program is float8."""
+"""Training in float8: the same loss on every layout, the gradients of the unsharded reference, and
+which parts of the program are float8."""
 
 import functools
 import re
@@ -26,8 +26,8 @@ SIZES = dict(
 GPT = ModelConfig(fp8="hybrid", **SIZES)
 E4M3 = replace(GPT, fp8="e4m3")
 LLAMA = ModelConfig(family="llama", kv_heads=2, tied=False, fp8="e4m3", **SIZES)
-# What is summed in another order may lie on the other side of the middle of two numbers of float8,
-# an element in a million: losses keep their five digits, gradients of a leaf three.
+# A sum in another order may fall on the other side of the midpoint of two float8 numbers, for one
+# element in a million: losses agree to five digits, gradients of a leaf to three.
 LOSS, GRADIENT = 1e-5, 2e-3
 
 
@@ -66,7 +66,7 @@ def test_losses_and_gradients_are_the_references(model, layout):
 
 
 def test_the_reference_is_far_from_float32():
-    """So that the tests above would notice an operand that is not rounded."""
+    """Otherwise the tests above would not notice an operand that is not rounded."""
     exact = reference.loss_and_gradients(params_of(GPT), batch_of(4))
     (loss, gradients), (want, wanted) = exact, reference_of(GPT, 4)
     assert abs(loss / want - 1) > 10 * LOSS
@@ -78,7 +78,7 @@ def test_the_reference_is_far_from_float32():
 
 
 def test_each_chosen_linear_has_three_products_and_nothing_else_has_any():
-    """Of the layers' matrices; attention's own products, embedding and head stay."""
+    """Products with layers' matrices are float8; those of attention, embedding and head are not."""
     model = replace(LLAMA, compute_dtype="bfloat16")
     cost = layer_cost(model, kind="block", tensor=2, sequence_parallel=True)
     float8 = sorted((each.weight, each.during) for each in cost.matmuls if each.float8)
@@ -87,7 +87,7 @@ def test_each_chosen_linear_has_three_products_and_nothing_else_has_any():
     assert all(not each.weight for each in cost.matmuls if not each.float8)
     exact = layer_cost(replace(model, fp8="off"), kind="block", tensor=2, sequence_parallel=True)
     assert cost.flops("FBW", 2) == exact.flops("FBW", 2)
-    # Gathered activations have a byte an element, what is scattered has two.
+    # Gathered activations have one byte per element, scattered ones two.
     gathered, plain = (
         sum(each.bytes.at(1) for each in c.collectives if each.kind == "all_gather")
         for c in (cost, exact)
@@ -97,7 +97,7 @@ def test_each_chosen_linear_has_three_products_and_nothing_else_has_any():
 
 @pytest.mark.parametrize("layout", [Layout(data=2, pipe=2), Layout(data=2, pipe=2, zero=3)])
 def test_weights_are_quantised_once_a_step(layout):
-    """From float32, and gathered as float8: nothing in the loop of ticks makes float8 of them."""
+    """Weights are quantised from float32 and gathered as float8, never in the loop of ticks."""
     run = RunConfig(model=GPT, layout=layout, global_batch=8)
     trainer = mtx.Trainer(run)
     text = trainer.train_step.lower(trainer.states.shapes, trainer.model.batch_fields(8)).as_text()
@@ -112,7 +112,7 @@ def test_weights_are_quantised_once_a_step(layout):
 
 
 def test_texts_are_written_in_the_compute_type():
-    """By the parameters as they are, which are held for long."""
+    """With the unquantised parameters, which are held for long."""
     written = []
     for model in (GPT, replace(GPT, fp8="off")):
         trainer = mtx.Trainer(RunConfig(model=model, layout=Layout(pipe=2), global_batch=1))

@@ -1,5 +1,5 @@
-"""Delayed scaling: losses, gradients and histories of several steps are those of an unsharded
-reference on every layout; histories in checkpoints; what is refused."""
+"""Delayed scaling: losses, gradients and histories of several steps equal an unsharded reference's
+on every layout; histories in checkpoints; what is refused."""
 
 import functools
 from dataclasses import replace
@@ -37,7 +37,7 @@ GPT = ModelConfig(
 )  # fmt: skip
 CURRENT = replace(GPT.without_fp8(), fp8="hybrid")
 LOSS, GRADIENT = 1e-5, 2e-3  # as with current scaling, see test_step_fp8
-STILL = OptimizerConfig(lr=1e-12, min_lr=0, b1=0.0, clip=0)  # nu aside, a gradient is its mean
+STILL = OptimizerConfig(lr=1e-12, min_lr=0, b1=0.0, clip=0)  # apart from nu, a gradient is its mean
 STEPS = 4
 LAYOUTS = (
     Layout(pipe=2, virtual=2, tensor=2),
@@ -49,7 +49,7 @@ LAYOUTS = (
 
 @functools.cache
 def batches():
-    """The tokens of the third count a tenth as often, so that each gradient is ten times as large
+    """A tenth as many tokens of the third batch count, so that each gradient is ten times as large
     as in the steps before, and beyond their range."""
     made = [reference.random_batch(GPT, 4, seed) for seed in range(STEPS)]
     few = np.random.default_rng(0).random(made[2]["weights"].shape) < 0.1
@@ -80,7 +80,7 @@ def amax_of(trainer, state):
 
 
 def left_of(history, steps):
-    """[..., 256] of [..., n]: for each power of two, in how many more steps it counts."""
+    """[..., 256] from [..., n]: for each power of two, the number of further steps it counts."""
     left = np.zeros((*history.shape[:-1], 256), np.float32)
     for ago, most in enumerate(np.moveaxis(history, -1, 0)[::-1][:steps]):
         power = 127 + np.ceil(np.log2(most / 1.75)).astype(int)
@@ -103,7 +103,7 @@ def test_steps_are_the_references(layout):
 
 
 def test_histories_matter():
-    """In the first step, in which tensors are scaled by 1, and in the third, whose gradients
+    """They change the first step, whose tensors are scaled by 1, and the third, whose gradients
     saturate."""
     wanted, gradients, histories = reference_of()
     for step in (0, 2):
@@ -133,7 +133,7 @@ def test_a_run_goes_on_bit_by_bit_and_on_another_layout(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state, here)))
     np.testing.assert_allclose(steps_of(other, there, batches()[2:])[0], losses, rtol=LOSS)
 
-    # Nobody else has histories.
+    # No other parameters have histories.
     with checkpoints.open(2) as store:
         saved = SavedParameters(store)
         assert saved.shapes == canonical_shapes(GPT) == canonical_shapes(CURRENT)
@@ -170,7 +170,7 @@ def test_what_an_idle_stage_sees_does_not_count():
 
 
 def test_no_largest_magnitude_is_asked_of_other_devices():
-    """One all-reduce a step takes their place, of what was counted."""
+    """One all-reduce of the counts per step replaces them."""
     current, delayed = (
         layer_cost(model, kind="block", tensor=2, sequence_parallel=True)
         for model in (CURRENT, GPT)
@@ -221,7 +221,7 @@ def test_experts_are_refused():
 
 
 def test_a_command_leaves_float8_out():
-    """`mtx evaluate RUN --model.fp8 off`, whatever the run's recipe."""
+    """`mtx evaluate RUN --model.fp8 off` works whatever the run's recipe."""
     options = EvaluateOptions(model=ComputedIn(fp8="off"))
     line = Line(("RUN",), options, frozenset({"--model.fp8"}))
     assert changed(RunConfig(model=GPT, global_batch=4), line, 1)[0].model == GPT.without_fp8()

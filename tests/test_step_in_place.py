@@ -1,5 +1,5 @@
 """The step as it is compiled for GPUs, run on CPUs: weight gradients in their own order and a
-branch for each chunk; and which of XLA's options it is compiled with."""
+branch for each chunk; and the XLA options that it is compiled with."""
 
 import functools
 from dataclasses import replace
@@ -50,14 +50,14 @@ def found_by(trainer, model, layout, rows=8):
         (GPT, Layout(pipe=4, virtual=2, schedule="zb_v", stash="inputs")),
         (LLAMA, Layout(pipe=2, tensor=4, virtual=2, schedule="deferred_zb")),
         (LLAMA, Layout(data=2, pipe=2, virtual=2, zero=3, sequence_parallel=False)),
-        # one stage: of one microbatch at a time a layer's residuals have places of their own
+        # one stage: with one microbatch at a time, each layer's residuals have their own places
         (GPT, Layout(data=2, tensor=2)),
         (GPT, Layout(tensor=4, recompute="selective", idle="phases")),
         (LLAMA, Layout(data=4, tensor=2, zero=3)),
     ],
 )
 def test_losses_and_gradients_stay(model, layout, monkeypatch):
-    for least in ("_SHORT", "_BRIEF"):  # B's small collectives lie beside its matmuls, too
+    for least in ("_SHORT", "_BRIEF"):  # even B's small collectives lie beside its matmuls
         monkeypatch.setattr(f"mtx.pipeline.nodes.{least}", 0.0)
     monkeypatch.setattr("mtx.pipeline.anneal._MOVES", 600)  # any order does
     reference.assert_same(found_by(InPlace, model, layout), on_one_device(model))
@@ -67,7 +67,7 @@ def test_options_are_for_gpus_and_left_alone_where_they_are_given(monkeypatch):
     assert xla.options("cpu") == xla.options("tpu") == {}
     assert len({option.name for option in xla.GPU}) == len(xla.GPU)
     known = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((2,), "float32"))
-    known.compile(compiler_options=xla.options("gpu"))  # a name that is not known raises
+    known.compile(compiler_options=xla.options("gpu"))  # an unknown name raises
     monkeypatch.setattr(xla, "version", lambda: (0, 9))
     assert xla.options("gpu") == {}
     monkeypatch.setattr(xla, "version", lambda: (0, 12))

@@ -1,6 +1,6 @@
-"""Latent attention, attention with sinks, and a second token predicted, of a Llama: losses and
-gradients of an unsharded reference on layouts of every kind, and texts written with what is kept.
-"""
+"""A Llama with latent attention, with sinks, and with a second predicted token: losses and
+gradients equal an unsharded reference's on layouts of every kind; texts are written with kept
+values."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ SCALE = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Latents(Llama):
-    """Queries of latents, and of the stream, in turn."""
+    """Queries come from latents and from the stream, in alternate layers."""
 
     def stack(self):
         def kind(query_latent):
@@ -46,7 +46,7 @@ class Latents(Llama):
 
 @dataclass(frozen=True, kw_only=True)
 class Second(Latents):
-    """The last layer's is the token after the next."""
+    """The last layer predicts the token after the next."""
 
     def stack(self):
         stack = super().stack()
@@ -98,7 +98,7 @@ loss = jax.jit(reference_decoder.loss, static_argnums=2)
 
 @functools.cache
 def made(name):
-    """(model, parameters with norms and sinks at random, batch, loss and gradients)"""
+    """(model, parameters with random norms and sinks, batch, loss and gradients)"""
     model, rules = MODELS[name]
     random = np.random.default_rng(0)
 
@@ -151,7 +151,7 @@ def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name, layout):
             tokens[0, : len(each)] = each
             want = logits(params, {"tokens": tokens}, MODELS[name][1])
             np.testing.assert_allclose(choices.logits, want[0, len(each) - 1], atol=2e-5)
-    if name == "latent":  # a latent and a turned key, on each of the heads' devices
+    if name == "latent":  # a latent and a rotated key, on each of the heads' devices
         rows, shards = 2, layout.tensor
         assert decoder.kept_bytes == 4 * rows * shards * model.layers * model.sequence * (20 + 6)
 

@@ -1,4 +1,4 @@
-"""LLaVA on every kind of layout: losses and gradients of an unsharded reference."""
+"""LLaVA on every kind of layout: losses and gradients equal an unsharded reference's."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ LLAVA = ModelConfig(
     vision_layers=4, vision_hidden=24, vision_heads=2, vision_ffn=36, image_size=12, patch_size=4,
     images=2, compute_dtype="float32", vocab_multiple=8, init_std=0.2, tied=False,
 )  # fmt: skip
-# Its first stage: of one image and one linear, and nothing behind what is read.
+# LLaVA's first stage of training, with one image, one linear and no layers after those read.
 PROJECTOR = dataclasses.replace(
     LLAVA, projector_only=True, projector="linear", images=1, image_size=20, unread_layers=0
 )
@@ -54,8 +54,8 @@ def test_llava_equals_the_reference(model, layout):
 
 
 def matmuls_by_hand(model, rows):
-    """FLOPs of a step: (the vision transformer and the projector, the decoder and the head), of the
-    latter without weight gradients, and these."""
+    """FLOPs of a step: (vision transformer and projector, decoder and head without weight
+    gradients, these weight gradients)."""
     hidden, size, ffn = model.hidden, model.vision_hidden, model.vision_ffn
     n, texts = model.patches + 1, rows * model.sequence
     images = rows * model.images * n
@@ -64,11 +64,11 @@ def matmuls_by_hand(model, rows):
     seen += 2 * images * 3 * model.patch_size**2 * size
     if model.projector == "linear":  # F and W
         seen += 2 * 2 * images * size * hidden
-    else:  # F, W and, of the second, B
+    else:  # F, W and, for the second, B
         seen += 2 * images * (2 * size * hidden + 3 * hidden * hidden)
     kv = model.groups * model.head_size
     weights = 2 * texts * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * model.ffn_hidden)
-    scores = 2 * texts * model.sequence * hidden  # of one product; the first again in B
+    scores = 2 * texts * model.sequence * hidden  # per product; B computes the first again
     head = 2 * texts * hidden * model.padded_vocab(1)
     decoder = model.decoders * (2 * weights + (2 + 5) * scores) + 2 * head
     return seen, decoder, model.decoders * weights + head

@@ -1,5 +1,5 @@
-"""Adapters beside frozen weights: loss and gradients are those of an unsharded reference whose
-weights are W + scale A B, and nothing is computed or kept of what is frozen."""
+"""Adapters beside frozen weights: loss and gradients equal those of an unsharded reference whose
+weights are W + scale A B, and nothing is computed or kept for frozen weights."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ ROWS = 8
 
 @functools.cache
 def params_of(model):
-    """Those that training starts from, but that no B is zero."""
+    """The parameters that training starts from, except that no B is zero."""
     params = drawn_of(model)
     random = np.random.default_rng(1)
 
@@ -52,7 +52,7 @@ def params_of(model):
 
 
 def merged(params, scale):
-    """W + scale A B in the place of W, and no adapters."""
+    """W + scale A B in place of W, and no adapters."""
     found = {}
     for name, value in params.items():
         if name.endswith("_lora"):
@@ -133,7 +133,7 @@ def test_a_step_moves_adapters_alone():
     for (path, a), spec in zip(jax.tree.leaves_with_path(first.params), jax.tree.leaves(specs)):
         is_adapter = "_lora" in str(path)
         assert a.dtype == ("float32" if is_adapter else "bfloat16")
-        assert ("data" in str(spec)) == is_adapter  # what is frozen is not gathered in each step
+        assert ("data" in str(spec)) == is_adapter  # frozen weights are not gathered in each step
     assert {path.split(".")[-2][-5:] for path in state_arrays(state.moments)} == {"_lora"}
 
 

@@ -1,5 +1,5 @@
 """Mamba-2 and its hybrids: chunks against the recurrence, models against an unsharded reference on
-every kind of layout, and texts that go on from states."""
+every kind of layout, and texts continued from states."""
 
 import functools
 from collections import Counter
@@ -94,7 +94,7 @@ params_of = functools.cache(mtx.init_params)
 
 @functools.cache
 def wanted(model, documents):
-    """(batch, loss and gradients of the reference, compiled once for both)"""
+    """(batch, loss and gradients of the reference, which is compiled once for both)"""
     batch = reference.random_batch(model, 8)
     batch = packed(batch) if documents else batch
     given = {"segments": np.zeros_like(batch["tokens"])} | batch
@@ -136,7 +136,7 @@ def test_a_hybrid_trains_as_on_one_device():
     )
 
 
-# -- texts that go on ------------------------------------------------------------------------------
+# -- texts that are continued ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_hybrid_trains_as_on_one_device():
     ],
 )
 def test_texts_go_on_from_states(model, layout):
-    """Of prompts of several lengths: the logits of all that is read again for each token."""
+    """Of prompts of several lengths; logits equal those of reading the whole text each time."""
     trainer = Trainer(RunConfig(model=model, layout=Layout(**layout), global_batch=8))
     decoder = Decoder(trainer, trainer.state_from(params_of(model)), vocab=61)
     texts = [[3, 4, 5], [7, 11] * 9, [9], [2, 1, 2]]

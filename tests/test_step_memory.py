@@ -1,5 +1,5 @@
-"""A compiled step's memory: what the table counts, flat in the number of microbatches where the
-table says so, and the state donated."""
+"""A compiled step's memory: as the table counts it, flat in the number of microbatches if the table
+says so, and with the state donated."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from mtx.layers.model import Model
 from mtx.step.trainer import Trainer
 from mtx.vjp import LayerVJP
 
-# Of one device's temporary memory the stash is the most: 64 tokens a microbatch against h = 64.
+# Most of a device's temporary memory is the stash: 64 tokens per microbatch against h = 64.
 MODEL = ModelConfig(layers=8, hidden=64, heads=4, sequence=64, vocab=128, compute_dtype="float32")
 MICROBATCHES = 12
 
@@ -37,8 +37,9 @@ def nbytes(shapes) -> int:
 
 
 def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
-    """What the table's slots hold on one device, for a layout without `tensor`: activations from F
-    to B, what waits for W, inputs that wait for their tick, keys and values of slices."""
+    """Bytes in the table's slots on one device, for a layout without `tensor`: activations kept
+    from F to B, values deferred to W, inputs received before their tick, keys and values of
+    slices."""
     trainer = trainer_of(layout, microbatches)
     table, layers = trainer.schedule, trainer.placement.layer.shape[-1]
     gpt = Model(MODEL, recompute=layout.recompute, slices=table.slices)
@@ -51,7 +52,7 @@ def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
     kept = nbytes(x) if layout.stash == "inputs" else layers * nbytes(layer.residuals)
     held = table.slots * kept + table.receive_slots * nbytes(x)
     if table.split:
-        waiting = table.weight_stash.slots + (layout.idle != "skip")  # and a slot of zeros
+        waiting = table.weight_stash.slots + (layout.idle != "skip")  # plus a slot of zeros
         held += waiting * layers * nbytes(layer.cut.deferred)
     if table.slices > 1:
         held += (table.cache.slots + table.gradient_cache.slots) * layers * nbytes(cache)
@@ -60,8 +61,8 @@ def counted_bytes(layout: Layout, microbatches: int = MICROBATCHES) -> int:
 
 @functools.cache
 def constant_bytes() -> int:
-    """What no table changes: parameters' gradients, the layer that is running, the logits. Measured
-    once, with 1F1B."""
+    """Bytes that are the same for every table: parameters' gradients, the running layer, the
+    logits. Measured once, with 1F1B."""
     layout = Layout(pipe=4)
     return memory(layout).temp_size_in_bytes - counted_bytes(layout)
 
@@ -99,7 +100,7 @@ def test_the_constant_part_is_less_than_half_of_any_of_these():
     ids=["1f1b", "interleaved", "inputs", "zb_v", "seq1f1b"],
 )
 def test_temporary_memory_is_flat_in_the_microbatches(layout):
-    """But for the batch itself, and the table's rows."""
+    """Except for the batch itself and the table's rows."""
     few, many = MICROBATCHES, 96
     growth = memory(layout, many).temp_size_in_bytes - memory(layout, few).temp_size_in_bytes
     rows_bytes = 3 * 4 * MODEL.sequence  # tokens, targets, weights of a microbatch
@@ -108,8 +109,8 @@ def test_temporary_memory_is_flat_in_the_microbatches(layout):
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
 def test_gradients_are_added_to_in_place(schedule):
-    """No part of an accumulator, float32 [C, N, ...], is copied to be added to: the layers'
-    parameters have the same shapes, but are bfloat16 by then."""
+    """No part of an accumulator, float32 [C, N, ...], is copied before something is added to it.
+    The layers' parameters have the same shapes, but are bfloat16 at that point."""
     layout = Layout(pipe=4, schedule=schedule, virtual=2)
     model = replace(MODEL, compute_dtype="bfloat16")
     trainer = Trainer(RunConfig(model=model, layout=layout, global_batch=MICROBATCHES))

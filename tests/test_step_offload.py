@@ -1,5 +1,5 @@
-"""Residuals of which a part waits in the host's memory: the numbers of a step without, and the
-bytes that the planner says. CPUs have one memory, in which both parts lie."""
+"""Residuals partly kept in the host's memory: the step's values are those without offloading, and
+the bytes those of the planner. CPUs have one memory, in which both parts lie."""
 
 from dataclasses import replace
 from functools import cache
@@ -57,8 +57,8 @@ def wanted():
         {"pipe": 2, "data": 2, "zero": 3, "offload": 1.0},
         {"pipe": 2, "context": 2, "stage_layers": (3, 1), "offload": 0.5},
         {"pipe": 2, "schedule": "zb_h1", "offload": 0.5},
-        # Chunks without layers between others, before the copy out that an earlier F has left to
-        # the next, and between the copy back and its B.
+        # Chunks without layers between others, before the copy out that an earlier F leaves to the
+        # next, and between the copy back and its B.
         {
             "pipe": 3,
             "virtual": 2,
@@ -75,7 +75,7 @@ def test_the_numbers_do_not_depend_on_where_residuals_wait(layout):
 
 
 def test_arrays_without_elements_stay():
-    """Such as experts keep where no token waits for a further round."""
+    """Experts keep such arrays if no token waits for another round."""
     assert on_host([(4, 400), (0, 0), (8, 800)], 0.4) == (4, 0, 0)
     assert on_host([(0, 0)], 1.0) == (0,)
 
@@ -92,12 +92,12 @@ def test_the_hosts_bytes_compiled_are_the_planners():
     device = hardware("a100-80gb")
     share = calibration_of(device, "mtx").host_share
     each_way_s = predict_copies(GPT3, layout, 4, device, share=share).each_way_s
-    # Those of idle ticks as well: 5 for 4 microbatches.
+    # Including copies of idle ticks: 5 for 4 microbatches.
     assert 2 * each_way_s < copies.seconds < 2 * 2 * each_way_s
     assert 0 < copies.exposed_s < copies.seconds
 
 
-# Of a device, by XLA for A100s that are not there, jax 0.12.0.1, cuDNN's attention.
+# GiB per device, by XLA for absent A100s, jax 0.12.0.1, cuDNN's attention.
 COMPILED_GIB = [
     (65536, {"tensor": 8, "offload": 0.5}, 34.57),
     (65536, {"tensor": 8, "offload": 0.25}, 42.27),
@@ -159,11 +159,11 @@ def test_the_fastest_mix_of_those_that_fit_is_chosen_each_with_the_least_fractio
 
 
 def test_a_copy_counts_as_far_as_it_takes_longer_than_the_layer_beside_it():
-    """1 GB/s: all copies but what a layer's F, or its B, lasts; and 1 PB/s, nothing."""
+    """At 1 GB/s copies are exposed beyond the time of a layer's F or B; at 1 PB/s none is."""
     model, layout = replace(GPT3, sequence=1024), Layout(offload=1.0)
     slow, fast = (replace(hardware("h100"), host_gb_s=rate) for rate in (1, 1e6))
     copies = predict_copies(model, layout, 2, slow, share=0.8)
-    assert copies.host_bytes * 2 == copies.moved_bytes  # two microbatches, of one stage
+    assert copies.host_bytes * 2 == copies.moved_bytes  # two microbatches, one stage
     assert copies.each_way_s == copies.moved_bytes / (0.8 * 1e9)
     without, hidden = (
         predict_step(model, each, 2, fast) for each in (replace(layout, offload=0.0), layout)
@@ -180,7 +180,7 @@ def test_each_stage_s_residuals_are_said_and_what_it_would_offload_alone():
     layout = Layout(pipe=4, offload=0.75, idle="phases")
     whole = predict_memory(GPT3, replace(layout, offload=0.0), 16).stash_bytes
     slots = slots_of(layout, 16).stash
-    room = 3 * whole / slots  # for three of them
+    room = 3 * whole / slots  # for three microbatches
     stages = residuals_of_stages(GPT3, layout, 16, backend="cuda", room_bytes=room)
     assert [each.in_flight for each in stages] == [7, 5, 3, 1]
     assert [each.alone for each in stages] == pytest.approx([4 / 7, 2 / 5, 0, 0])
@@ -188,7 +188,7 @@ def test_each_stage_s_residuals_are_said_and_what_it_would_offload_alone():
         both = each.device_bytes + each.host_bytes
         assert both == pytest.approx(each.in_flight * whole / slots)
         assert each.host_bytes == pytest.approx(0.75 * both, rel=1e-3)
-    host = predict_host_bytes(GPT3, layout, 16)  # of the program: as the first, and what F idles on
+    host = predict_host_bytes(GPT3, layout, 16)  # as the first stage, plus slots of idle F
     assert stages[0].host_bytes <= host <= slots * stages[0].host_bytes / 7
 
 

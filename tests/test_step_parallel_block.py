@@ -1,5 +1,5 @@
-"""Attention and MLP beside each other (MegaScale's block), with windows: an unsharded reference's
-numbers, and one reduction a layer."""
+"""Parallel attention and MLP (MegaScale's block), with windows: the values of an unsharded
+reference, and one reduction per layer."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ MODEL = ModelConfig(parallel_block=True, window=5, **SIZES)
 
 
 def _windowed(x, p, window):
-    """`reference._attention` of the last `window` positions."""
+    """`reference._attention` to the last `window` positions."""
     q, k, v = jnp.einsum("bsd,dnhk->nbhsk", x, p["qkv"]["w"]) + p["qkv"]["b"][:, None, :, None, :]
     scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
     ones = jnp.ones(scores.shape[-2:], bool)
@@ -75,7 +75,7 @@ def test_a_parallel_block_equals_the_reference(layout):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_mixer_may_stand_beside_an_mlp(sequence_parallel, monkeypatch):
-    """Of two groups of heads, which four devices have twice."""
+    """With two groups of heads, each on two of four devices."""
     in_turn = Mamba2.stack
 
     def beside(model):
@@ -110,13 +110,13 @@ def test_what_needs_a_sum_of_its_own_is_refused(also):
 @pytest.mark.parametrize(
     "sequence_parallel, forward, backward",
     [
-        # The layer's input is gathered for B as well: XLA takes F's, of the same microbatch here.
+        # B gathers the layer's input as well: XLA reuses F's, of the same microbatch here.
         (True, {"all-gather": 1, "reduce-scatter": 1}, {"all-gather": 1, "reduce-scatter": 1}),
         (False, {"all-reduce": 1}, {"all-reduce": 1}),
     ],
 )
 def test_a_layer_has_half_the_collectives(sequence_parallel, forward, backward):
-    """Of the compiled step: one reduction a layer each way, of a block in turn two."""
+    """The compiled step has one reduction per layer each way; a sequential block has two."""
 
     def found(parallel_block):
         model = ModelConfig(parallel_block=parallel_block, **SIZES | {"layers": 1})

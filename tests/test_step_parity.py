@@ -24,7 +24,7 @@ DROPOUT = ModelConfig(
     layers=8, hidden=32, heads=8, sequence=16, vocab=101, compute_dtype="float32", dropout=0.1,
     attention_dropout=0.1,
 )  # fmt: skip
-ROWS = 16  # the most of any case: all cases of a model share one compiled reference
+ROWS = 16  # the largest of any case: all cases of a model share one compiled reference
 
 
 def batch_of(rows, seed=0, model=MODEL):
@@ -46,7 +46,7 @@ LAYOUTS = [
     (1, 1, 1, 1, 2, 4, {}),
     (1, 1, 1, 4, 1, 3, {}),
     (8, 1, 1, 1, 1, 16, {}),
-    (3, 2, 1, 2, 1, 9, {}),  # neither hidden nor layers divide by the replicas: padded masters
+    (3, 2, 1, 2, 1, 9, {}),  # replicas divide neither hidden nor layers: padded masters
     (1, 8, 1, 1, 1, 11, {"idle": "phases"}),
     (1, 1, 8, 1, 2, 4, {}),
     (1, 1, 8, 1, 2, 4, {"sequence_parallel": False, "recompute": "selective"}),

@@ -1,4 +1,4 @@
-"""Recomputation around attention: the gradients of none, and attention's forward pass once."""
+"""Recomputation around attention: gradients as without, and one forward pass of attention."""
 
 import functools
 from collections import Counter
@@ -77,7 +77,7 @@ def layer_of(recompute, *, kernel="blocked", slices=1):
 
 
 def flops(recompute, **how):
-    """Of the compiled backward pass of a layer."""
+    """FLOPs of the compiled backward pass of a layer."""
     vjp, params, given = layer_of(recompute, **how)
     arguments = vjp.residuals, params, given, vjp.output
     text = jax.jit(vjp.backward).lower(*arguments).compile().as_text()
@@ -92,15 +92,15 @@ def needed(recompute, **how) -> list:
 
 
 def products(recompute, **how) -> Counter:
-    """Of activations alone, by their shapes, which begin with rows and heads."""
+    """Products of activations alone, counted by shape; these shapes begin with rows and heads."""
     dots = [eqn for eqn in needed(recompute, **how) if eqn.primitive.name == "dot_general"]
     shapes = [eqn.outvars[0].aval.shape for eqn in dots]
     return Counter(shape for shape in shapes if shape[:2] == (2, 4))
 
 
 def test_the_products_of_attention_are_not_computed_again():
-    """Two a block of queries, of which the four see 10/16 of the square; of these the backward pass
-    needs the scores itself, and XLA computes them once."""
+    """Two per block of queries; the four blocks see 10/16 of the square. The backward pass needs
+    the scores anyway, and XLA computes them once."""
     again = products("full") - products(WAY)
     assert sum(again.values()) == 2 * 4 and not products(WAY) - products("none")
     assert flops("full") - flops(WAY) == 2 * 2 * 4 * 64 * 64 * 16 * 10 / 16

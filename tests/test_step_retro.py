@@ -1,4 +1,4 @@
-"""RETRO on every kind of layout: losses and gradients of an unsharded reference."""
+"""RETRO on every kind of layout: losses and gradients equal an unsharded reference's."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import mtx
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.step.trainer import Trainer
 
-# The decoder's layers 1 to 6, of which 2, 4 and 6 read neighbours; an encoder of other sizes
+# Decoder layers 1 to 6, of which 2, 4 and 6 read neighbours; an encoder of other sizes
 RETRO = ModelConfig(
     family="retro", layers=8, hidden=32, heads=4, head_dim=10, ffn=48, sequence=16, chunk=4,
     neighbours=2, retrieved=6, retrieval_first=2, retrieval_every=2, encoder_layers=2,
@@ -52,8 +52,8 @@ def test_retro_equals_the_reference(model, layout):
 
 
 def test_neighbours_change_nothing_before_their_chunk_ends():
-    """Each chunk's neighbours in turn are others: losses of later positions change, no earlier
-    ones', on a layout with pipe, tensor and sequence parallelism."""
+    """If one chunk's neighbours are replaced, losses of later positions change and earlier ones do
+    not, on a layout with pipe, tensor and sequence parallelism."""
     run = RunConfig(model=RETRO, layout=Layout(pipe=2, tensor=2), global_batch=1)
     trainer = Trainer(run)
     state = trainer.state_from(params_of(RETRO))

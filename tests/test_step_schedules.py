@@ -1,5 +1,5 @@
-"""Every schedule gives the loss and the gradients of the unsharded reference: made, random, one's
-own; over all that a layout may say. What is drawn at random follows from the test's id."""
+"""Every schedule gives the loss and the gradients of the unsharded reference: from makers, random
+or written by a user, with every option of a layout. The test's id seeds the random choices."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ SMALL = dict(layers=8, hidden=32, heads=8, sequence=16, vocab=101, vocab_multipl
 TIED = ModelConfig(**SMALL, compute_dtype="float32")
 UNTIED = ModelConfig(**SMALL, compute_dtype="float32", tied=False)
 DROPOUT = ModelConfig(**SMALL, compute_dtype="float32", dropout=0.1)
-ROWS = 24  # the most of any case
+ROWS = 24  # the largest of any case
 
 
 batch_of = reference.random_batch
@@ -37,7 +37,7 @@ def unsharded(model):
 
 @functools.cache
 def wanted(model, rows):
-    """(loss, gradients); all cases of a model share one compiled reference."""
+    """(loss, gradients); all cases of a model share one compiled reference"""
     batch, params = reference.padded(batch_of(model, rows), ROWS), params_of(model)
     if model.dropout:
         trainer = unsharded(model)
@@ -99,7 +99,7 @@ def test_gradients_under_every_maker_equal_the_reference(name):
 
 
 def needs(kind, item, virtual_stage, *, last, slices):
-    """What an op waits for: ((kind, item, virtual stage), ticks from that to this) each."""
+    """Ops that an op waits for, each as ((kind, item, virtual stage), ticks from it to this)."""
     if kind == W:
         return [((B, item, virtual_stage), 0)]
     if kind == F:
@@ -115,7 +115,7 @@ def needs(kind, item, virtual_stage, *, last, slices):
 
 
 def random_table(random, *, microbatches, virtual_stages, slices, split):
-    """Any legal table: in each tick a stage picks ready ops at random, or sits it out."""
+    """A random legal table: in each tick a stage picks ready ops at random, or stays idle."""
     items, kinds = range(microbatches * slices), (F, B, W) if split else (F, B)
     last, done, tick = int(virtual_stages.max()), {}, 0
 
@@ -173,7 +173,7 @@ def test_gradients_under_random_tables_equal_the_reference(seed):
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [
-        # F and B both cease for ticks in which something arrives that a later one uses.
+        # F and B both stop for some ticks in which values arrive that a later tick uses.
         (Layout(pipe=2, virtual=2, schedule="v_min", idle="phases"), 5),
         (Layout(pipe=2, virtual=2, schedule="dualpipe_v", idle="phases"), 3),
     ],
@@ -184,10 +184,9 @@ def test_what_arrives_between_phases_is_kept(layout, microbatches):
 
 
 def test_idle_ops_add_nothing_whatever_they_compute():
-    """One head's scores are so far apart that the probabilities of one microbatch, normed by
-    another's, overflow: an idle B of a sliced table that is not skipped meets such a pair. The
-    head's values are 0, so that nothing that is computed rightly depends on the size of its scores.
-    """
+    """One head's scores differ so much that the probabilities of one microbatch overflow if normed
+    by another's; an idle B of a sliced table that is not skipped meets such a pair. The head's
+    values are 0, so that no correct result depends on the size of its scores."""
     params = jax.tree.map(np.copy, params_of(TIED))
     qkv_LD3NK = params["layers"]["block"]["attention"]["qkv"]["w"]
     qkv_LD3NK[:, :, :2, 0] *= 100
@@ -259,11 +258,11 @@ def test_gradients_with_parameters_sharded_over_data_equal_the_reference(layout,
     ids=["split", "sliced", "sharded over data"],
 )
 def test_gradients_in_bfloat16_are_near_the_reference(layout):
-    """Rounding: 2^-9 of each value, of which a gradient sums many; measured: below 1 %."""
+    """Rounding errors are 2^-9 of each value, and a gradient sums many; measured: below 1 %."""
     check(ModelConfig(**SMALL), layout, 4, loss=2e-3, gradient=0.03)
 
 
-# -- one's own -------------------------------------------------------------------------------------
+# -- a user's own ----------------------------------------------------------------------------------
 
 
 def toy(microbatches, stages):

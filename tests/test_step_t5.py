@@ -1,4 +1,4 @@
-"""T5 on every kind of layout: losses and gradients of an unsharded reference."""
+"""T5 on every kind of layout: losses and gradients equal an unsharded reference's."""
 
 import dataclasses
 import functools

@@ -55,7 +55,7 @@ def test_the_least_rate_is_reached_at_the_last_step(rate, warmup, fraction):
 def test_a_run_may_end_within_its_warmup():
     values = rates(warmup_steps=200)
     np.testing.assert_allclose(values, np.arange(1, 102) / 200, rtol=1e-6)
-    constant = rates(rate="constant", warmup_steps=50, decay_steps=10)  # which it has none of
+    constant = rates(rate="constant", warmup_steps=50, decay_steps=10)  # it has no decay
     np.testing.assert_allclose(constant[49:], 1.0)
 
 
@@ -151,7 +151,7 @@ def test_padded_vocabulary_is_neither_predicted_nor_trained():
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_gathered_parameters_lie_row_major(zero):
-    """Left to itself XLA:GPU would put the gathered dim before the layers, and each layer's weights
+    """By default XLA:GPU would put the gathered dim before the layers, and each layer's weights
     would be copied out of their stack."""
     layout = Layout(data=2, microbatch=2, zero=zero)
     trainer = mtx.Trainer(RunConfig(model=ModelConfig(**TINY), layout=layout, global_batch=8))

@@ -1,4 +1,4 @@
-"""Woven ticks: the same values, in an order in which collectives lie beside matmuls."""
+"""Woven ticks compute the same values, in an order in which collectives lie beside matmuls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, LLAMA, Layout(data=4, pipe=2, virtual=2, zero=3, zero_unit="layer")),
         (mtx.Trainer, GPT, Layout(data=8, zero=3, zero_unit="layer", recompute="selective")),
         (mtx.Trainer, GEMMA, Layout(data=4, tensor=2, zero=3, zero_unit="layer")),
-        # passes on the way to one matmul alone and to others
+        # passes that only one matmul needs, and passes that several need
         (InPlace, LLAMA, Layout(
             data=4, tensor=2, zero=3, microbatch=2, recompute="around_attention"
         )),
@@ -66,14 +66,14 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, GPT, Layout(pipe=4, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(pipe=2, tensor=2, virtual=2, schedule="deferred_zb")),
         (mtx.Trainer, GPT, Layout(pipe=4, virtual=2, schedule="breadth_first")),
-        # loops in the weight gradients, which turn: experts have no more room than their share
+        # loops in the weight gradients that do run: experts have no more room than their share
         (InPlace, MIXTRAL, Layout(pipe=2, expert=2, tensor=2, virtual=2, expert_room=1.0)),
         (InPlace, MIXTRAL, Layout(
             tensor=2, sequence_parallel=False, recompute="around_attention", expert_room=1.0
         )),
-        # and what those loops add to has passes behind it
+        # and passes after the sums that those loops add to
         (InPlace, GPT_OSS, Layout(pipe=2, tensor=2, virtual=2, expert_room=1.0)),
-        # chunks that differ: of other lengths, of other kinds
+        # chunks that differ in length and in kind
         (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
         (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),
         (InPlace, DEEPSEEK, Layout(
@@ -82,7 +82,7 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
     ],
 )  # fmt: skip
 def test_losses_and_gradients_stay(trainer, model, layout, monkeypatch):
-    for least in ("_SHORT", "_BRIEF"):  # what the tests' small arrays take has its place too
+    for least in ("_SHORT", "_BRIEF"):  # even ops on the tests' small arrays are placed
         monkeypatch.setattr(f"mtx.pipeline.nodes.{least}", 0.0)
     monkeypatch.setattr("mtx.pipeline.anneal._MOVES", 600)  # any order does
     rows = 4 * layout.data if layout.data == 3 else 8
@@ -91,7 +91,7 @@ def test_losses_and_gradients_stay(trainer, model, layout, monkeypatch):
 
 
 def test_some_rows_of_a_gradient_lie_beside_what_is_scattered_last(monkeypatch):
-    """Whatever the costs say."""
+    """The division is chosen here regardless of the costs."""
     chosen = shares._Choice(parts=(0, 2, 1, 3), units=2, other=3)
     monkeypatch.setattr(shares, "_best", lambda *_: chosen)
     monkeypatch.setattr("mtx.pipeline.nodes._SHORT", 0.0)
@@ -148,7 +148,7 @@ def test_a_table_of_ones_own_is_woven_where_the_layout_is():
 
 
 def test_the_plan_keeps_a_slot_more():
-    """Of the stash, since B is a tick later; and what a woven tick has at once."""
+    """A slot of the stash, since B is a tick later, and what a woven tick holds at once."""
     layout = Layout(pipe=4, tensor=2, virtual=2, idle="phases")
     plain, woven = (predict_memory(GPT, replace(layout, weave=weave), 8) for weave in ("off", "on"))
     table = make("1f1b", microbatches=8, stages=4, virtual=2)
@@ -167,15 +167,15 @@ def _chain(side: str, seconds: list[tuple[bool, float]], first: int) -> list[Ste
 
 
 def _check(found: Order, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()) -> None:
-    """Each step once, behind those that it waits for, of which collectives are done; each of these
-    done once. What moves memory has a turn only beside a collective, once, behind all that it waits
-    for and before all that waits for it."""
+    """Check that each step comes once, after the steps it waits for, whose collectives are done,
+    and that each collective is done once. Memory ops have turns only beside collectives, once,
+    after everything they wait for and before everything that waits for them."""
     begun, done, flying = set(), set(), set()
     moved: set[int] = set()
     placed = {number for what, number in found.turns if what == "move"}
 
     def is_there(number: int) -> bool:
-        """Whether others find it: if it has no turn, once all that it waits for is there."""
+        """Whether its result is there: without a turn, once everything it waits for is there."""
         return number in moved if number in placed else all(map(is_there, memory[number].after))
 
     for what, number in found.turns:
@@ -196,7 +196,7 @@ def _check(found: Order, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] =
 
 
 def _waited_s(found: Order, steps: tuple[Step, ...]) -> float:
-    """For collectives, if each begins when it is its turn."""
+    """Seconds of waiting for collectives, if each begins at its turn."""
     clock = free = waited_s = 0.0
     until: dict[int, float] = {}
     for what, number in found.turns:
@@ -213,16 +213,16 @@ def _waited_s(found: Order, steps: tuple[Step, ...]) -> float:
 def _check_blocks(
     found: Blocks, steps: tuple[Step, ...], memory: tuple[MemoryOp, ...] = ()
 ) -> None:  # fmt: skip
-    """Each step once, after those that it waits for; what is exposed is what is not covered. What
-    moves memory comes first beside a collective, where a matmul is there too, takes no longer than
-    it, and has all that it waits for behind it, all that waits for it before it. Or it alone covers
-    one that leaves the node."""
+    """Check that each step comes once, after the steps it waits for, and that the exposed time is
+    the time not covered. Memory ops come first beside a collective, together with a matmul, take no
+    longer than the collective, and lie after everything they wait for and before everything that
+    waits for them. Or they alone cover a collective that leaves the node."""
     done, exposed_s = set(), 0.0
     moved: set[int] = set()
     placed = {n for numbers in found.beside.values() for n in numbers}
 
     def is_there(number: int) -> bool:
-        """Whether others find it: if it lies nowhere, once all that it waits for is there."""
+        """Whether its result is there: if not placed, once everything it waits for is there."""
         return number in moved if number in placed else all(map(is_there, memory[number].after))
 
     def alone_s(place: int) -> float:
@@ -242,7 +242,7 @@ def _check_blocks(
             moved.add(n)
 
     def check(block) -> float:
-        """Its seconds."""
+        """Check a block; returns its seconds."""
         nonlocal exposed_s
         first, *beside = block
         assert steps[first].before <= done
@@ -271,7 +271,7 @@ def _check_blocks(
 
 
 def _beside(found: Order) -> dict[int, list[int]]:
-    """What moves memory beside each collective."""
+    """The memory ops beside each collective."""
     beside: dict[int, list[int]] = {}
     flying: list[int] = []
     for what, number in found.turns:
@@ -286,7 +286,7 @@ def _beside(found: Order) -> dict[int, list[int]]:
 
 
 def _turns(text: str) -> tuple[Turn, ...]:
-    """Of "L0 p1 2 D0": a collective started, memory moved, a matmul, the collective done."""
+    """Turns from a text: "L0 p1 2 D0" is a collective's start, a memory op, a matmul, the done."""
     kinds = {"L": "start", "D": "done", "p": "move"}
     return tuple(Turn(kinds.get(w[0], "compute"), int(w.lstrip("LDp"))) for w in text.split())
 
@@ -305,21 +305,21 @@ def test_two_chains_cover_each_other():
 
 
 def test_what_leaves_the_node_has_collectives_of_the_node_beside_it():
-    """An all-to-all of 3: work of 1, and a gather of 1 with work of 1.5 inside."""
+    """Beside an all-to-all of 3: work of 1, and a gather of 1 with work of 1.5 beside it."""
     far = Step(3.0, True, False, "B", network=True)
     near = Step(1.0, True, False, "F", frozenset({1}))
     work = Step(1.0, False, False, "F"), Step(1.5, False, False, "B")
     steps = (far, work[0], near, work[1])
     found = order(steps)
     _check(found, steps)
-    assert found.waited_s == pytest.approx(0.5)  # of 2.5 beside 3
+    assert found.waited_s == pytest.approx(0.5)  # 2.5 beside 3
     assert found.turns == _turns("L0 1 L2 3 D2 D0")
     apart = blocks((far._replace(network=False), *steps[1:]), ())
     assert apart.waited_s > found.waited_s
 
 
 def test_what_moves_memory_lies_beside_collectives():
-    """F's norm, between a scatter and a gather, beside B's gather, that of matmuls of the other."""
+    """F's norm, between a scatter and a gather, lies beside B's gather, with F's matmul."""
     link, work = Step(20e-6, True, False, "F"), Step(40e-6, False, False, "F")
 
     def after(step: Step, place: int, side: str = "F") -> Step:
@@ -331,12 +331,12 @@ def test_what_moves_memory_lies_beside_collectives():
     found = order(steps, (norm,))
     _check(found, steps, (norm,))
     assert found.waited_s == pytest.approx(0.0, abs=1e-9) and _beside(found) == {5: [0]}
-    assert blocks(steps, (norm,)).beside == {}  # no matmul there with it
+    assert blocks(steps, (norm,)).beside == {}  # there is no matmul with it
 
 
 def test_collectives_in_flight_together_begin_together():
-    """XLA begins the first with the second, if it is still in flight: the plan says the same, and
-    covers with the matmul what lies before it with nothing."""
+    """XLA begins the first with the second if the first is still in flight. The plan models the
+    same: the matmul then covers both, and nothing covers the pass before the second."""
     streams = Streams(
         [1.0, 0.5, 1.0, 3.0], [frozenset(), frozenset(), frozenset({1}), frozenset()],
         links=frozenset({0, 2}), moves=frozenset({1}), loose=frozenset(),
@@ -348,12 +348,12 @@ def test_collectives_in_flight_together_begin_together():
         [1.0, 1.5, 1.0, 3.0], streams.before,
         links=streams.links, moves=streams.moves, loose=streams.loose,
     ).timed((0, 1, 2, 3))  # fmt: skip
-    assert longer.begun_s[0] == 0.0 and longer.alone_s == 0.5  # it has come before the second
+    assert longer.begun_s[0] == 0.0 and longer.alone_s == 0.5  # the first is done before the second
     loose = Streams(
         [2.0, 1.0], [frozenset()] * 2, links=frozenset({1}), moves=frozenset(),
         loose=frozenset({0}),
     )  # fmt: skip
-    assert loose.timed((0, 1)).begun_s == [0.0, 0.0]  # not held back behind a weight gradient
+    assert loose.timed((0, 1)).begun_s == [0.0, 0.0]  # not delayed by a weight gradient
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_collectives_in_flight_together_begin_together():
 )
 @pytest.mark.parametrize("backward", ["aab", "abab", "ababababa", "aababaababaab", "bb"])
 def test_each_layer_has_its_turn(forward, backward):
-    """F's layers from the first on, B's from the last, each with its place among its kind."""
+    """F's layers from the first on, B's from the last, each with its index among its kind."""
     turns = Turns(tuple(forward), tuple(backward))
     seen: list[tuple] = []
 
@@ -397,7 +397,7 @@ def test_each_layer_has_its_turn(forward, backward):
     ],
 )  # fmt: skip
 def test_what_repeats_is_written_out_once(kinds, written_out):
-    """And the last pair, which nothing follows, by itself."""
+    """And the last pair, which nothing follows, separately."""
     pairs = 0
 
     def pair(*args):
@@ -431,22 +431,22 @@ def test_any_order_is_right():
 
 
 def _memory(rng: random.Random, steps: list[Step]) -> tuple[MemoryOp, ...]:
-    """What moves memory: behind some steps, before some of those that wait for these."""
+    """Random memory ops: after some steps, before some of the steps that wait for those."""
     memory: list[MemoryOp] = []
-    waits: list[frozenset[int]] = []  # of each, also of those that it waits for
+    waits: list[frozenset[int]] = []  # steps that each waits for, directly or not
     for number in range(rng.randrange(6)):
         before = frozenset(p for p in range(len(steps)) if rng.random() < 0.1)
         after = frozenset(n for n in range(number) if rng.random() < 0.3)
         waits.append(before.union(*(waits[n] for n in after)))
         behind = range(max(waits[-1], default=-1) + 1, len(steps))
-        late = any(steps[p].later for p in waits[-1])  # then only what is late as well waits for it
+        late = any(steps[p].later for p in waits[-1])  # then only late steps may wait for it
         until = frozenset(p for p in behind if rng.random() < 0.1 and late <= steps[p].later)
         memory.append(MemoryOp(rng.uniform(0.1, 1), before, until, after))
     return tuple(memory)
 
 
 def test_xla_takes_products_to_need_no_time():
-    """Else it begins a collective as late as it thinks that a product takes."""
+    """Otherwise it delays collectives by the time that it expects a product to take."""
     x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
     strand = Strand.of(lambda x, w: jnp.exp(x @ w), x, w)
 
@@ -462,8 +462,8 @@ def test_xla_takes_products_to_need_no_time():
 
 
 def test_what_moves_memory_lies_where_blocks_have_room():
-    """Where it can be done before, and nothing that waits for it is: soon, or late where something
-    waits for it. What nothing waits for is left where collectives are alone."""
+    """Where its inputs are ready and nothing that waits for it has run: soon, or late if something
+    waits for it. Ops that nothing waits for stay out where collectives are alone."""
     first, matmul = Step(1.0, True, False, "B"), Step(2.0, False, False, "F")
     second, third = (Step(1.0, True, False, "B", frozenset({place})) for place in (1, 3))
     weights = Step(5.0, False, True, "B")
@@ -491,8 +491,8 @@ def test_what_moves_memory_lies_where_blocks_have_room():
 
 
 def test_what_leaves_the_node_has_what_moves_memory_alone_beside_it():
-    """A layer's B with gathers and a scatter over the network, each shorter than any matmul. What
-    moves memory lies with none of these, where there is as much as a collective takes."""
+    """A layer's B with gathers and a scatter over the network, each shorter than any matmul. Memory
+    ops lie beside a collective without matmuls if they take as long as the collective."""
     far = Step(1.0, True, False, "B", network=True)
     matmul = Step(3.0, False, False, "B")
     steps = (
@@ -546,9 +546,9 @@ def test_any_order_over_the_network_is_right():
     reason="pip install 'mtx[aot]' on Python 3.12 compiles for GPUs with an XLA that weaves",
 )
 def test_compiled_for_gpus_layers_hide_their_collectives():
-    """What is left over `tensor`: the first gather of a tick, what lies beside attention in blocks,
-    and ticks with F or B alone. Of the formula's FLOPs a woven step leaves what waits of a chunk's
-    last B, the weight gradients of q, k, v and of the MLP, in the tick that a stage sits out."""
+    """Exposed over `tensor` remain the first gather of a tick, collectives beside attention in
+    blocks, and ticks with F or B alone. Of the formula's FLOPs, a woven step skips the deferred
+    weight gradients of q, k, v and of the MLP of a chunk's last B, in a stage's idle tick."""
     model = ModelConfig(layers=8, hidden=8192, heads=64, sequence=2048, vocab=51200)
     exposed_s = {}
     for weave in ("off", "on"):

@@ -1,4 +1,4 @@
-"""A BERT trained from text, by the same command and loop as any model."""
+"""A BERT trained on text, by the same command and loop as any model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "\n".join(
 
 @pytest.fixture
 def run(tmp_path):
-    """The laptop's BERT, smaller still and on one device."""
+    """The laptop's BERT, but even smaller and on one device."""
     (tmp_path / "text.txt").write_text(TEXT)
     run = preset("miniature-bert")
     return replace(

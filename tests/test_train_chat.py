@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: what is learned of one, rows that several share, the command."""
+"""Fine-tuning on conversations: what is learned from one, rows shared by several, the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASKED = [
     Message("system", "Be brief."), Message("user", "Two?"), Message("assistant", "2."),
     Message("user", "And three?"), Message("assistant", "3."),
 ]  # fmt: skip
-# As Llama 3's: a token before all, a header and an end of each turn.
+# Like Llama 3's: a first token, and a header and an end of each turn.
 OWN = Jinja(
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}<eot>"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
@@ -44,7 +44,7 @@ OWN = Jinja(
 
 
 def letters() -> SubwordTokenizer:
-    """A token a character, and OWN's marks."""
+    """One token per character, plus OWN's special tokens."""
     vocab = {chr(n): n - 31 for n in range(32, 127)} | {"\n": 0}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="?"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -68,7 +68,7 @@ def test_the_assistants_words_are_learned_up_to_the_end_of_its_turn(
     np.testing.assert_array_equal(tokens.ids[tokens.learned], want)
     prompt, stop = encode_prompt(tokenizer, template, ASKED[:4])
     assert stop == (ends,)
-    # An answer comes behind what it was learned behind.
+    # An answer follows the same tokens as in training.
     first = np.flatnonzero(tokens.learned)[len(encode_text(tokenizer, template, learned)) // 2]
     assert prompt == tokens.ids[:first].tolist()
 
@@ -150,7 +150,7 @@ def _line(question: str, answer: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A base model that has learned nothing, and questions with an answer each."""
+    """An untrained base model, and questions with one answer each."""
     model = ModelConfig(
         family="llama", layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, sequence=128, vocab=256,
         compute_dtype="float32", init_std=0.2,
@@ -176,7 +176,7 @@ def test_the_command_teaches_adapters_and_leaves_the_base_alone(folder, capsys):
         paths = [name for name in base.catalog if name.startswith("params.")]
         assert all(np.array_equal(base.read(name), tuned.read(name)) for name in paths)
         assert len(paths) < len([name for name in tuned.catalog if name.startswith("params.")])
-    # Merged: `to_huggingface` reads what it has written, and compares logits.
+    # Merged: `to_huggingface` reads back what it has written, and compares logits.
     made = to_huggingface("out", "merged", check="ours")
     assert made.model.lora_rank == 0 and made.comparison is not None
     assert made.comparison.largest_difference < 1e-5 * made.comparison.largest_logit

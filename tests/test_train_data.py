@@ -1,4 +1,4 @@
-"""Runs on indexed datasets: what they read, where they go on, and what they leave behind."""
+"""Runs on indexed datasets: what they read, where they continue, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ S = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer of its own, and a dataset that was made with it."""
+    """A folder with a tokenizer and a dataset that was made with it."""
     folder = tmp_path_factory.mktemp("data")
     lines = (json.dumps({"text": f"{n} times {n + 1} makes {n * n + n}. " * 3}) for n in range(60))
     (folder / "docs.jsonl").write_text("\n".join(lines))
@@ -79,8 +79,8 @@ def read(monkeypatch):
 
 
 def test_the_whole_way_by_the_command_line(folder, tmp_path, capsys, read):
-    """A run goes on from the samples that it has consumed, also with another global batch and when
-    it is made longer; and what it leaves needs neither the dataset nor the tokenizer's file."""
+    """A run continues after the samples that it has consumed, even with another global batch and
+    more steps; and its results need neither the dataset nor the tokenizer's file."""
     for name in ("c_text_document.bin", "c_text_document.idx", "c_text_document.json", "tok.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     prefix, out = str(tmp_path / "c_text_document"), str(tmp_path / "out")

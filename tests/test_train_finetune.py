@@ -1,4 +1,4 @@
-"""Fine-tuning: examples as rows, the head by a reference on every layout, and that it learns."""
+"""Fine-tuning: examples as rows, the head against a reference on every layout, and learning."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trainer_of(task, layout, *, rows=8, **changes):
 
 
 def random_examples(task, count, seed=0):
-    """Rows of one or two texts of random lengths."""
+    """Examples with rows of one or two texts of random lengths."""
     random = np.random.default_rng(seed)
 
     def row():
@@ -72,7 +72,7 @@ def random_examples(task, count, seed=0):
 
 
 def random_params(trainer, seed=0):
-    """In canonical form; sooner made than initial values, which are compiled."""
+    """In canonical form; quicker to make than initial values, which need a compiled program."""
     shapes = jax.eval_shape(trainer.to_canonical, trainer.states.shapes.params)
     random = np.random.default_rng(seed)
 
@@ -111,7 +111,7 @@ def reference_loss(params, batch, examples, task):
     ids=["classes", "choice"],
 )
 def test_loss_and_gradients_are_those_of_the_reference(task, layout):
-    """And a model's answers; of the last batch some examples are missing."""
+    """And a model's answers; the last batch is not full."""
     trainer = trainer_of(task, layout)
     params = random_params(trainer)
     state = trainer.state_from(params)
@@ -122,7 +122,7 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
     arrays = {name: batch[name] for name in ("tokens", "types", "segments")}
     want = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, arrays, examples, task)))(params)
     got = trainer.loss_and_gradients(state, batch)
-    if task is CHOICE:  # what is added to all options alike changes nothing: 0, but for rounding
+    if task is CHOICE:  # adding the same to all options changes nothing: 0 except for rounding
         assert abs(got[1]["head"]["classifier"].pop("b")) < 1e-7
         want[1]["head"]["classifier"].pop("b")  # a unit in the last place of 1, on some CPUs
     assert_same(got, jax.device_get(want))
@@ -137,7 +137,7 @@ def test_loss_and_gradients_are_those_of_the_reference(task, layout):
 
 
 def test_dropout_follows_from_the_rng_of_a_row_alone():
-    """The same on every layout, then: rows go to devices with their rng."""
+    """Thus it is the same on every layout: rows go to devices with their rng."""
     model = replace(MODEL, dropout=0.5)
 
     @jax.jit
@@ -311,7 +311,7 @@ WORDS = "class module value number name list string method object key item line 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A BERT's run, and questions of which the right option holds "import"."""
+    """A BERT's run, and questions whose right option contains "import"."""
     folder = tmp_path_factory.mktemp("finetune")
     tokenizer = train_wordpiece([" ".join([*WORDS, "import"]) * 4], vocab=100)
     model = replace(MODEL, vocab=tokenizer.vocab)
@@ -333,7 +333,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_command_learns_which_option_is_right(folder, monkeypatch, capsys):
-    """And `mtx evaluate` finds the same of what it leaves."""
+    """And `mtx evaluate` of the resulting run finds the same."""
     monkeypatch.chdir(folder)
     given = ["--task", "race", "--train", "train.jsonl", "--valid", "valid.jsonl", "--out", "out"]
     how = ["--epochs", "3", "--batch", "16", "--optimizer.lr", "3e-3", "--model.dropout", "0"]

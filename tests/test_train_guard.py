@@ -1,4 +1,4 @@
-"""Numbers that go wrong are found, named, and rolled back from."""
+"""Wrong numbers are found and named, and the run rolls back."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def trainer_of(layout, **guard):
 
 
 def flip_bit(state, leaf, device, bit=9):
-    """The state, with one bit of that leaf of the masters flipped on one device alone."""
+    """The state, with one bit of this leaf of the masters flipped on one device only."""
     leaves, structure = jax.tree.flatten(state.params)
     shards = [np.array(shard.data) for shard in leaves[leaf].addressable_shards]
     devices = [shard.device for shard in leaves[leaf].addressable_shards]
@@ -148,7 +148,7 @@ def test_a_run_that_only_skips_steps_keeps_its_sound_checkpoints(tmp_path, monke
 
 def test_a_spike_goes_back_and_skips():
     guard = Guard(GuardConfig(spike_nats=0.5, spike_window=20))
-    guard.check(1, 9.0, NOTHING)  # the first losses fall from far above: none is called high
+    guard.check(1, 9.0, NOTHING)  # the first losses fall from far above: none counts as high
     for step in range(2, 30):
         guard.check(step, 3.0 + 0.3 * (step % 2), NOTHING)
     guard.check(30, float("nan"), NOTHING)  # the step has skipped it
@@ -162,7 +162,7 @@ def test_a_spike_goes_back_and_skips():
 
 
 def test_bad_data_that_last_never_become_usual():
-    """Neither where the loss climbs in steps too small for a spike, nor across a restart."""
+    """Neither if the loss climbs in steps too small for a spike, nor across a restart."""
     config = GuardConfig(spike_nats=1.0, spike_window=20)
     guard = Guard(config)
     assert guard.usual == np.inf
@@ -182,7 +182,7 @@ def test_bad_data_that_last_never_become_usual():
     with pytest.raises(RollBack) as error:
         again.check(151, 4.5, NOTHING)
     names(error, "50")
-    guard.start_from(10)  # back before all that
+    guard.start_from(10)  # before all of that
     for step in range(11, 100):
         guard.check(step, 3.5 + noise[step], NOTHING)
 
@@ -246,7 +246,7 @@ def records_of(out, kind):
 
 @pytest.fixture
 def spike(monkeypatch):
-    """The batch after seven steps is made of one token: its loss is far from the usual."""
+    """The batch after seven steps has a single target token: its loss is far from the usual."""
     batch = Corpus.batch
 
     def poisoned(self, after, rows, local=None):
@@ -276,14 +276,14 @@ def test_a_run_goes_back_from_a_spike_and_past_its_batches(tmp_path, spike, monk
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
     summary = run_training(run, console=Console(quiet=True), startup=StartUp("launch", ago_s=100))
     assert summary.rollbacks == 1 and len(compiled) == 1
-    assert not held  # the state that is left has been freed by then
+    assert not held  # the abandoned state has been freed by then
     (event,) = records_of(tmp_path, "rollback")
     assert event["what"].startswith("step 8: the loss is ")
     assert event["step"] == 4  # the checkpoint
     steps = [record["step"] for record in records_of(tmp_path, "step")]
     assert steps == [*range(1, 9), *range(5, 13)]
     assert records_of(tmp_path, "end")[0]["rollbacks"] == 1
-    assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches left behind
+    assert Checkpoints(tmp_path).extra()["consumed"] == (12 + 4) * 8  # four batches are skipped
     goodput = measure_goodput(read_log(tmp_path / "log.jsonl"))
     assert (goodput.sessions, goodput.lost_steps, goodput.clock_jumps) == (2, 4, 0)
     assert 100 < goodput.parts["start"] < 150  # there was one launch
@@ -300,7 +300,7 @@ def test_a_run_that_was_asked_to_stop_does_not_go_back(tmp_path, spike):
     assert left.value.code == Exit.PREEMPTED
     assert len(records_of(tmp_path, "start")) == 1
     assert Checkpoints(tmp_path).steps() == [4]
-    summary = run_training(run, console=Console(quiet=True))  # which goes on from there
+    summary = run_training(run, console=Console(quiet=True))  # continues from there
     assert not summary.interrupted
     assert [record["step"] for record in records_of(tmp_path, "start")] == [0, 4]
 
@@ -319,7 +319,7 @@ def test_nor_where_replicas_are_found_apart_before_the_last_save(
 
 
 def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, spike, full_disk):
-    """That it has is noticed only when the run rolls back."""
+    """The failure is noticed only when the run rolls back."""
     full_disk(2)
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
     run = run_of(tmp_path, guard=GuardConfig(spike_nats=0.5, spike_window=5))
@@ -333,13 +333,13 @@ def test_a_run_goes_back_though_its_last_save_has_failed(tmp_path, monkeypatch, 
     assert steps == [*range(1, 9), *range(4, 13)]
     records = records_of(tmp_path, "step")
     losses = [record["loss"] for record in records]
-    assert summary.losses == losses[:3] + losses[8:]  # those that led to the state, once
+    assert summary.losses == losses[:3] + losses[8:]  # those that led to the state, once each
     assert summary.first_eval_loss == records_of(tmp_path, "eval")[0]["loss"]
     assert summary.seconds.train >= 0.999 * sum(record["step_s"] for record in records)
 
 
 def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp_path, monkeypatch):
-    """Every batch after the tenth step is bad, until the run is back before its eighth."""
+    """Every batch after the tenth step is bad, until the run has rolled back before its eighth."""
     batch = Corpus.batch
 
     def poisoned(self, after, rows, local=None):
@@ -361,7 +361,7 @@ def test_a_checkpoint_that_leads_to_two_spikes_is_left_for_the_one_before_it(tmp
 
 
 def test_what_came_apart_is_never_saved(tmp_path, monkeypatch):
-    """Found at the save that would be due before the next comparison."""
+    """The difference is found at a save that is due before the next comparison."""
     found = iter([[], ["['params'] differs on pipe 0 data 0 tensor 1"], *[[]] * 9])
     monkeypatch.setattr(Audit, "differences", lambda self, state: next(found))
     run = run_of(tmp_path, guard=GuardConfig(compare_every=100))

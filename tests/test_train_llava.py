@@ -1,4 +1,4 @@
-"""A LLaVA learns to say what is on pictures: it reads them, as well on eight devices as on one."""
+"""A LLaVA learns to say what pictures show; it reads them equally well on eight devices and one."""
 
 import functools
 from dataclasses import replace
@@ -23,7 +23,7 @@ def corpus():
 
 
 def trained(layout, steps):
-    """(trainer, the first parameters, the last state, losses)"""
+    """(trainer, initial parameters, last state, losses)"""
     trainer, losses = Trainer(replace(RUN, layout=layout)), []
     state = trainer.init()
     first = jax.device_get(state.params)
@@ -35,7 +35,7 @@ def trained(layout, steps):
 
 
 def test_it_reads_the_picture_on_any_layout(optimised):
-    """Learnt on one device, as the layout's first steps are; read on the layout."""
+    """Trained on one device, with the same first steps as the layout; evaluated on the layout."""
     alone, first, learnt, losses = trained(Layout(microbatch=RUN.global_batch), STEPS)
     trainer, begun, state, alike = trained(RUN.layout, ALIKE)
     assert (trainer.placement.count.ravel() > 0).all() and not trainer.placement.even

@@ -1,4 +1,4 @@
-"""Whole runs: what they print, log and save, how they stop, go on and refuse."""
+"""Whole runs: what they print, log and save, how they stop and continue, and what they refuse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def small_run(folder: Path, **changes) -> RunConfig:
-    """Ten steps on two stages and three replicas, by which nothing in the model divides."""
+    """Ten steps on two stages and three replicas; 3 divides nothing in the model."""
     text = folder / "text.txt"
     lines = (
         f"{n} times {m} makes {n * m}, and so it goes on.\n" for n in range(30) for m in range(30)
@@ -78,7 +78,7 @@ def assert_same_state(one, other) -> None:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A run from its beginning to its end."""
+    """A complete run."""
     run = small_run(tmp_path_factory.mktemp("first"))
     printed, records = io.StringIO(), []
     summary = run_training(run, console=Console(file=printed), on_step=records.append)
@@ -89,7 +89,7 @@ def first(tmp_path_factory):
 
 @pytest.fixture
 def half_way(first, tmp_path):
-    """The first run's directory as it was after its fifth step, and the run that goes on there."""
+    """The run that continues the first one, in a directory as it was after the fifth step."""
     shutil.copytree(first.out / "checkpoints" / "5", tmp_path / "out" / "checkpoints" / "5")
     return replace(first.run, out=str(tmp_path / "out"))
 
@@ -159,11 +159,11 @@ def test_seconds_are_accounted_for(first):
     assert seconds.train == pytest.approx(sum(record.step_s for record in first.records))
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- continuing ------------------------------------------------------------------------------------
 
 
 def test_ten_steps_are_five_and_five(first, half_way, monkeypatch):
-    """Bit for bit, also with a step in flight as on devices that are not virtual."""
+    """Bit for bit, even with a step in flight, as on devices that are not virtual."""
     monkeypatch.setattr(session, "_runs_ahead", lambda device: True)
     printed, records = io.StringIO(), []
     summary = run_training(half_way, console=Console(file=printed), on_step=records.append)
@@ -187,7 +187,7 @@ def test_going_on_with_another_layout(first, half_way):
 
 
 def test_a_checkpoint_of_step_0_is_where_a_run_begins(first, tmp_path):
-    """What was converted from elsewhere has seen no step of ours."""
+    """A converted model has had no step of training here."""
     run = replace(first.run, out=str(tmp_path / "out"), steps=1, eval_every=0, save_every=0)
     trainer = Trainer(run)
     with Checkpoints(tmp_path / "out" / "checkpoints") as checkpoints:
@@ -271,7 +271,7 @@ def test_something_else_in_the_place_of_what_a_run_writes(tmp_path, name, make, 
 
 
 def test_a_log_that_cannot_be_opened(tmp_path):
-    """`log.jsonl` is a link to nowhere."""
+    """`log.jsonl` is a broken link."""
     (tmp_path / "log.jsonl").symlink_to(tmp_path / "gone" / "log.jsonl")
     with pytest.raises(UserError) as error:
         Log(tmp_path / "log.jsonl")
@@ -315,7 +315,7 @@ def test_one_folder_is_for_one_run_at_a_time(held):
     [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.PREEMPTED)],
 )
 def test_before_the_first_step_a_signal_ends_the_process(number, status):
-    """Also where an exception would be lost."""
+    """Even where an exception would be lost."""
     code = f"""
 import os
 from mtx.launch.exits import leave_at_once
@@ -334,7 +334,7 @@ print("goes on")
 
 
 def test_before_the_first_step_a_signal_waits_for_no_call_that_does_not_return():
-    """As one of XLA's compiler: the main thread's handlers run when it does."""
+    """Such as a call of XLA's compiler: the main thread's handlers run only when it returns."""
     code = """
 import ctypes, os, signal, threading, time
 from mtx.launch.exits import leave_at_once
@@ -440,8 +440,8 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     assert int(checkpoints.restore(Trainer(run)).step) == last
 
 
-# It waits after its seventh step, until a process has been killed; `known`: no longer than that
-# since all have heard that process 1 has come so far.
+# It waits after its seventh step until a process has been killed; `known`: exists once all have
+# heard that process 1 has come this far.
 _UNTIL_ONE_IS_KILLED = """
 from pathlib import Path
 def on_step(record, known=Path(sys.argv[3]), killed=Path(sys.argv[4])):
@@ -454,8 +454,8 @@ def on_step(record, known=Path(sys.argv[3]), killed=Path(sys.argv[4])):
 
 
 def test_two_processes_train_one_model_though_one_is_killed(first, tmp_path):
-    """Under `mtx launch`, and with the values of one process that nobody kills; what they save
-    together, one process reads."""
+    """Under `mtx launch`, and with the values of one process that is not killed; one process reads
+    what both save together."""
     run = replace(first.run, out=str(tmp_path / "out"), eval_every=0, layout=Layout(data=2))
     known, killed = tmp_path / "known", tmp_path / "killed"
     program = _PROCESS.replace("argv[1])))", "argv[1])), on_step=on_step)")
@@ -478,7 +478,7 @@ def test_two_processes_train_one_model_though_one_is_killed(first, tmp_path):
     assert printed().count("starts all again") == 1
     assert "resumes    from step 5" in printed()
     assert printed().count("[0] devices    2 x cpu in 2 processes") == 2
-    assert "[1] devices" not in printed()  # one of them speaks for all
+    assert "[1] devices" not in printed()  # one of them prints for all
     steps = [line for line in read_log(Path(run.out) / "log.jsonl") if line["kind"] == "step"]
     assert {line["step"] for line in steps} == set(range(1, 11)) and len(steps) > 11
     for line in steps:  # those before the kill, and those done again after it

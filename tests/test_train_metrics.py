@@ -90,7 +90,7 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch, capfd):
 
 
 class SmallDisk:
-    """A file on a disk that has room for so many bytes."""
+    """A file on a disk with room for `room` bytes."""
 
     def __init__(self, file, room):
         self._file, self.room = file, room
@@ -122,6 +122,6 @@ def test_lines_wait_for_room_on_the_disk(tmp_path, capsys):
         disk.room = 3
         log.write("eval", {"step": 5, "loss": 3.0})
     assert "the last line is not in" in capsys.readouterr().err
-    with Log(path) as log:  # cuts off what is left of that line
+    with Log(path) as log:  # removes the rest of that line
         log.write("eval", {"step": 6, "loss": 3.0})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(5), 6]

@@ -1,5 +1,5 @@
-"""`mtx train DIRECTORY`: a run goes on as if it had not stopped, and a model of Hugging Face's from
-what it knows."""
+"""`mtx train DIRECTORY`: a run continues as if it had not stopped, and a model from Hugging Face is
+trained from its weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_llama(name="llama", *, tokenizer=True, **changes) -> Path:
-    """A Llama of Hugging Face's with a tokenizer of its own."""
+    """Write a Llama in Hugging Face's format, with its own tokenizer."""
     tokens = train_bpe([TEXT], vocab=270)
     changes = {"eos_token_id": tokens.eod} | changes
     config, shapes = hugging.llama(vocab_size=tokens.vocab + 2, **changes)
@@ -102,7 +102,7 @@ def test_a_run_goes_on_bit_for_bit(folder, capsys, monkeypatch):
     for name, values in whole.items():
         np.testing.assert_array_equal(part[name], values, err_msg=name)
 
-    # From there on in another place, which the first one knows nothing of.
+    # Continue in another place; the first one is not changed.
     before, runs = sorted(path for path in Path("part").rglob("*")), []
     monkeypatch.setattr(
         "mtx.train.loop.run_training", lambda run, **_: runs.append(run) or SimpleNamespace(exit=0)
@@ -189,7 +189,7 @@ def test_a_torn_config_is_named_once_and_another_found(folder, capsys, trained):
 
 
 def test_another_optimizer_takes_no_moments_of_the_same_name(folder, capsys):
-    """Lion's mu is none of AdamW's, whose nu would be lost with the next save."""
+    """Lion's mu is not AdamW's, whose nu would be lost with the next save."""
     Path("text.txt").write_text(TEXT)
     assert main(["train", *TINY, "--steps", "2", "--out", "run"]) == 0
     capsys.readouterr()
@@ -250,7 +250,7 @@ def test_a_model_goes_on_from_what_it_knows(folder, capsys):
     trained = scored("runs/llama", lambda data: data.batch(0, 4))
     assert losses_of("runs/llama")[1] == pytest.approx(trained, rel=1e-6)
 
-    # The same command goes on, without the model's own directory as well.
+    # The same command continues, even without the model's own directory.
     assert main([*command, "--steps", "3"]) == 0
     said = capsys.readouterr().out
     assert "start      goes on in runs/llama, and not from llama again" in said
@@ -325,7 +325,7 @@ def test_a_mistake_is_seen_before_devices_start(folder, capsys, monkeypatch, lin
             )  # fmt: skip
     before = sorted(folder.rglob("*"))
     if "--out" not in line:
-        monkeypatch.setattr("mtx.cli.train.start_devices", None)  # it is not called
+        monkeypatch.setattr("mtx.cli.train.start_devices", None)  # it must not be called
     assert MISTAKES[line] in refused(capsys, *line.split())
     assert sorted(folder.rglob("*")) == before
 
@@ -344,7 +344,7 @@ def test_another_tokenizer_has_its_own_end(folder):
 
 
 def test_what_data_cannot_serve_is_refused_before_it_is_converted(folder, capsys):
-    """BERT's next sentences, of which one book has none."""
+    """BERT's next-sentence pairs, for which a single book does not suffice."""
     config, shapes = hugging.bert(vocab_size=300)
     shapes |= {name: (300, *shape[1:]) for name, shape in shapes.items() if shape[0] == hugging.V}
     hugging.write(Path("bert"), config, hugging.random_tensors(shapes))

@@ -1,4 +1,4 @@
-"""Other places that a run's numbers go to, and its profile."""
+"""Other destinations of a run's numbers, and its profile."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ from mtx.train.track import curves, make_trackers
 
 
 class Writer:
-    """What tensorboardX has, as far as it is used."""
+    """The part of tensorboardX that is used."""
 
     made = []
 

@@ -1,4 +1,4 @@
-"""pyright finds nothing in `mtx/` (basic mode; its settings stand in pyproject.toml)."""
+"""pyright finds nothing in `mtx/` (basic mode; its settings are in pyproject.toml)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of sequences that are cut: what they show is what attention computes."""
+"""Pictures of split sequences show what attention computes."""
 
 from dataclasses import replace
 

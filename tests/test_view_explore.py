@@ -1,4 +1,4 @@
-"""Looking around in layouts: what devices hold, what the page says, and the sliders before it."""
+"""Exploring layouts: what devices hold, what the page says, and the sliders above it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LLAMA = RunConfig(
 
 
 def without_ids(html: str) -> str:
-    """matplotlib names clip paths by where they lie in memory."""
+    """The HTML without names of clip paths, which matplotlib makes from memory addresses."""
     return re.sub(r"\bp[0-9a-f]{10}\b", "", html)
 
 
@@ -56,7 +56,7 @@ def laid(run: RunConfig, **layout) -> RunConfig:
 
 
 def holdings_of(run: RunConfig) -> list[list]:
-    """What each device holds."""
+    """The holdings of each device."""
     holdings, layout = Holdings(run), run.layout
     return [holdings.of(Device(layout=layout, rank=rank)) for rank in range(layout.devices)]
 
@@ -326,7 +326,7 @@ def test_a_device_is_chosen_by_click_and_by_coordinates(explorer):
     assert "device 6: p1 d1 t0, in node 0" in explorer.page.html
     explorer.device["tensor"].value = 1
     assert explorer.look.device.rank == 7
-    explorer.sliders["data"].value = 1  # there is no second replica any more
+    explorer.sliders["data"].value = 1  # there is no second replica anymore
     assert explorer.look.device.at == {"pipe": 1, "data": 0, "tensor": 1}
     assert explorer.device["data"].max == 0
 

@@ -81,7 +81,7 @@ def test_a_node_has_devices():
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
 def test_every_listed_device_is_where_the_mesh_puts_it(pipe, data, tensor, node_size):
-    """Read the text back: groups of at most four devices, of which no stage has more than four."""
+    """Reads the text back; groups have at most four devices, and stages at most four groups."""
     layout = Layout(pipe=pipe, data=data, tensor=tensor)
     grid = np.arange(layout.devices).reshape(pipe, data, tensor)
     node = 0

@@ -29,8 +29,8 @@ def test_the_picture_has_all_parts():
 
 
 def test_the_timeline_is_in_the_times_of_the_plan():
-    """Drawn to scale: from the first op to the last, what the plan says of F, B, their messages and
-    waiting."""
+    """Drawn to scale: from the first op to the last it takes the plan's time of F, B, their
+    messages and waiting."""
     run = preset("gpt-145b")
     layout = replace(run.layout, data=1, microbatch=1)
     plan = make_plan(replace(run, layout=layout, global_batch=42))

@@ -33,7 +33,7 @@ SPLIT = make("zb_h1", microbatches=6, stages=3)
 
 
 def ours(figure: str) -> str:
-    """Ops as in the paper's figure, "1a" and "1A" for F and B of microbatch 1, chunk a, as text."""
+    """Ops of the paper's figure, "1a" and "1A" for F and B of microbatch 1, chunk a, in ours."""
 
     def op(found: re.Match) -> str:
         number, letter = found.groups()
@@ -257,7 +257,7 @@ def bands(figure) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def heights(column: np.ndarray, colours: dict[str, np.ndarray]) -> dict[str, float]:
-    """What each colour has of a column of pixels, the white between rows left out."""
+    """The share of each colour in a column of pixels, without the white between rows."""
     alike = {
         text: np.isclose(column, colour, atol=0.01).all(-1) for text, colour in colours.items()
     }
@@ -267,7 +267,7 @@ def heights(column: np.ndarray, colours: dict[str, np.ndarray]) -> dict[str, flo
 
 @pytest.mark.parametrize("name, work", [("1f1b", (1, 2, 0)), ("zb_h2", (1, 1, 1))])
 def test_a_large_schedule_is_drawn_in_bands_as_high_as_the_shares_of_time(name, work):
-    """64 stages and 512 microbatches: F, B and W keep their own colours, nothing is mixed."""
+    """64 stages and 512 microbatches: F, B and W keep their own colours, none is mixed."""
     figure = draw_timeline(simulate(make(name, microbatches=512, stages=64)))
     pixels, colours = bands(figure)
     kinds = [f"{kind}'s share of the time" for kind in "FBW"[: np.count_nonzero(work)]]

@@ -1,4 +1,4 @@
-"""The picture of a compiled step's steady tick: to scale, and what is exposed is seen."""
+"""The picture of a compiled step's steady tick is to scale, and shows exposed time."""
 
 from __future__ import annotations
 

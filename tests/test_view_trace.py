@@ -1,4 +1,4 @@
-"""Chrome traces: what viewers expect of their events, and that they are the simulation's."""
+"""Chrome traces: events are as viewers expect, and equal the simulation's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_threads_are_named_stages():
 
 
 def test_arrows_join_ops_of_neighbouring_virtual_stages():
-    """Of 6 in a V over 3 stages, 2 and 3 are on one stage: 4 joints, both ways."""
+    """Of 6 virtual stages in a V over 3 stages, 2 and 3 are on one stage: 4 joints, both ways."""
     phases = by_phase(trace_events(RUN))
     ends = {event["id"]: event for event in phases["f"]}
     assert len(phases["s"]) == len(ends) == len(phases["f"]) == 2 * 4 * 5

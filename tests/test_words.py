@@ -1,4 +1,4 @@
-"""One word for each idea, the field's own: retired words are neither in code nor in prose."""
+"""One word for each idea, the field's own: retired words are in neither code nor prose."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ FILES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".pyi", ".md") and path != Path(__file__)
 ] + [ROOT / "README.md"]  # fmt: skip
-# The retired words, as they are in no other sense, and the word in their place.
+# The retired words, in patterns that match no other sense, and the words that replace them.
 RETIRED = {
     r"\bseals?\b|\bsealed\b": "checksum",
     r"[\w.]*settle[ds]?\w*": "resolve",
@@ -30,10 +30,10 @@ RETIRED = {
     r"(?<!self\.)\bdraws\b(?= of (a|the) (layer|step|sample))": "rng",
     r"\bmtx\.models\b": "mtx.layers, mtx.families",
 }
-# Of a model: elsewhere a piece is a piece.
+# Pieces of a model; elsewhere the word is allowed.
 OF_MODELS = r"\b(_?pieces?|_pieces?_\w+|\w+_pieces?)\b"
 PACKAGES = "schedules", "pipeline", "step", "sharding", "plan", "compile", "config", "layers"
-# What has a retired word for a reason: names of files of earlier formats, or of other libraries.
+# Retired words that have a reason: names in files of earlier formats, or of other libraries.
 EXCEPTIONS = {("CHANGELOG.md", "*"), ("formats.py", "ends"), ("test_checkpoint_formats.py", "ends")}
 
 
@@ -61,7 +61,7 @@ def test_a_model_has_virtual_stages_and_chunks():
 
 
 def test_the_words_are_found():
-    """The patterns see what they are made for."""
+    """The patterns find what they are made for."""
     for line in (
         "settle_types(self)", "the seal of a state", "a run goes back to a checkpoint", "a beat",
         "params.ends.tokens", "fetch the weights", "early gradients", "from mtx.models import gpt",

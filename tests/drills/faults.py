@@ -1,9 +1,9 @@
-"""Faults in a run of two processes under `mtx launch`: found, named, survived.
+"""Faults in a run of two processes under `mtx launch` are found, named and survived.
 
     python tests/drills/faults.py [--seed 0] [--rounds 1] [--only kill,freeze]
 
 Each drill must end with the losses of an undisturbed run, bit for bit, and leave no process. Prints
-a line for each: what was done, what the run said about it, and the seconds between the two.
+a line for each: the fault, what the run said about it, and the seconds between the two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUICK = ("--watch.heartbeat-s", "5", "--watch.hang-s", "5")
 
 
 class Drills:
-    """All faults; every method that begins with `drill_` is one."""
+    """All faults: the methods whose names begin with `drill_`."""
 
     def __init__(self, folder: Path, chance: random.Random):
         self.folder, self.chance = folder, chance
@@ -56,7 +56,7 @@ class Drills:
         return f"listens at {len(addresses)} addresses, all of loopback"
 
     def finish(self, run: Run, restarts: int = 1) -> None:
-        """It ends well, after so many restarts, with the losses of the undisturbed run."""
+        """Check that the run ends well, after this many restarts, with the undisturbed losses."""
         assert run.wait() == 0, run.text()
         assert run.text().count("starts all again") == restarts, run.text()
         assert losses(run.out) == self.reference
@@ -64,8 +64,8 @@ class Drills:
         assert not any(alive(pid) for pid in run.pids().values())
 
     def strike(self, run: Run, act: Callable[[dict[int, int]], None], sign: str) -> str:
-        """Does something to the processes at a random moment of training; `sign` is what the run
-        is to say. Returns the time between and the line."""
+        """Do something to the processes at a random moment of training; the run has to print
+        `sign`. Returns the time until then and the line."""
         at = self.chance.randrange(3, STEPS - 8)
         run.wait_for(lambda: run.steps_logged() >= at)
         time.sleep(self.chance.random() * 0.1)
@@ -133,7 +133,7 @@ class Drills:
     # -- in the program ---------------------------------------------------------------------------
 
     def inside(self, kind: str, sign: str) -> Run:
-        """A fault that comes once, in one process."""
+        """Run with a fault that happens once, in one process."""
         rank, at = self.chance.randrange(2), self.chance.randrange(3, STEPS - 8)
         run = launch(
             self.out(), options=QUICK, fault=f"{kind}:{rank}:{at}",
@@ -163,7 +163,7 @@ class Drills:
         return "named, with the stack of the one that hung"
 
     def drill_grip(self) -> str:
-        """A thread that never lets go of the interpreter: no Python of that process can say so."""
+        """A thread never releases the interpreter: no Python code of that process can report it."""
         run = self.inside("grip", r"lost process {rank} \(host \S+, pid \d+, stage {rank}\)")
         assert re.search(r"worker.py\", line \d+ in on_step", run.text()), "its stack"
         return "named, with the stack of the one that held the interpreter"
@@ -175,7 +175,7 @@ class Drills:
         return "named; nothing was left to do"
 
     def drill_no_progress(self) -> str:
-        """The same exception again and again, before the first checkpoint."""
+        """The same exception repeats, before the first checkpoint."""
         own = ("--max-restarts", "1", "--backoff-s", "0.2")
         run = launch(self.out(), options=QUICK, own=own, fault="raise:1:5")
         assert run.wait() == 79, run.text()
@@ -189,8 +189,8 @@ class Drills:
         return "exit status 2, no restart"
 
     def drill_clock(self) -> str:
-        """The time of day jumps, in both processes. It stays ahead of the kernel's own: behind it,
-        what waits for a time of day would find it past."""
+        """The time of day jumps, in both processes. It stays ahead of the kernel's time: otherwise
+        code that waits until a time of day would find that it has passed."""
         library, offset = self.folder / "clock.so", self.folder / "offset"
         source = Path(__file__).with_name("clock.c")
         compiler = shutil.which("cc") or shutil.which("gcc")

@@ -1,4 +1,4 @@
-"""What drills have in common: a tiny run in several processes, its log, and who listens where."""
+"""Shared by the drills: a tiny run in several processes, its log, and who listens where."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).parent / "worker.py"
 STEPS = 40
-# LLVM's optimisations cost more here than they give.
+# LLVM's optimisations cost more here than they save.
 FLAGS = (
     "--xla_backend_optimization_level=0 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -33,7 +33,7 @@ RUN = (
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """A command that trains, its output as it comes, and its log."""
+    """A command that trains, its output so far, and its log."""
 
     out: Path
     process: subprocess.Popen
@@ -44,7 +44,7 @@ class Run:
         return self.printed.read_text(errors="replace")
 
     def pids(self) -> dict[int, int]:
-        """Process ids by rank, of the newest attempt."""
+        """Process ids of the newest attempt, by rank."""
         found = re.findall(r"process (\d+) of \d+ on \S+, pid (\d+):", self.text())
         return {int(rank): int(pid) for rank, pid in found}
 
@@ -68,7 +68,7 @@ class Run:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, so that mtx is found and compiles quickly, and nothing of a launcher's."""
+    """This process's variables, so that mtx is found and compiles fast, without a launcher's."""
     launchers = ("JAX_", "SLURM_", "OMPI_", "PMIX_", "MTX_", "MASTER_", "RANK", "WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
@@ -77,13 +77,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train_command(out: Path, *options: str, fault: str = "none") -> list[str]:
-    """`mtx train` of the tiny run; later options win."""
+    """The command of `mtx train` for the tiny run; later options win."""
     command = [sys.executable, str(WORKER), fault, *RUN, "--steps", str(STEPS)]
     return [*command, "--save-every", "10", "--out", str(out), *options]
 
 
 def start(command: Sequence[str], out: Path, **variables: str) -> Run:
-    """Starts a command in the background, its output beside `out`."""
+    """Start a command in the background, with its output next to `out`."""
     printed = out.with_name(out.name + ".txt")
     with printed.open("a") as file:
         process = subprocess.Popen(
@@ -105,7 +105,7 @@ def launch(
     out: Path, *, options: Sequence[str] = (), own: Sequence[str] = (), fault: str = "none",
     processes: int = 2, **variables: str,
 ) -> Run:  # fmt: skip
-    """Under `mtx launch`, one virtual device a process. `own`: of launch, `options`: of train."""
+    """Start `mtx launch` with a virtual device per process. own: its options; options: train's."""
     command = [
         sys.executable, "-m", "mtx", "launch", "-n", str(processes), "--cpu", *own, "--",
         *train_command(out, *options, fault=fault),
@@ -114,7 +114,7 @@ def launch(
 
 
 def losses(out: Path) -> dict[int, float]:
-    """By step; of two lines for one step the later counts."""
+    """Losses by step; if a step has two lines, the later counts."""
     lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
 
@@ -129,7 +129,7 @@ def repeated(out: Path) -> dict[int, set[float]]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not yet collected does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -137,7 +137,7 @@ def alive(pid: int) -> bool:
 
 
 def listening(pids: Sequence[int]) -> set[str]:
-    """The addresses at which these processes listen, as host:port, by the kernel's tables."""
+    """The addresses at which these processes listen, as host:port, from the kernel's tables."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -157,7 +157,7 @@ def listening(pids: Sequence[int]) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """0100007F:1F90 -> 127.0.0.1:8080; of IPv6 the words that hold a mapped IPv4 address, too."""
+    """0100007F:1F90 -> 127.0.0.1:8080; also for IPv6 addresses that hold a mapped IPv4 address."""
     host, port = text.split(":")
     if len(host) == 32:
         mapped = host.startswith("0000000000000000FFFF0000")

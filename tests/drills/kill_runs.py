@@ -1,13 +1,13 @@
-"""kill -9 of a training run at random times, N times: it ends as if nothing had happened.
+"""A training run killed by kill -9 at random times, N times, ends as if nothing had happened.
 
     python tests/drills/kill_runs.py [--kills 20] [--processes 1] [--seed 0] [--relayout]
 
-A run in float16 (so with a loss scale that moves) and with dropout, saved after every other step.
-It is killed, one random process of it where there are several, and started again, until it is
-through. Then the losses of all steps and every array of the last checkpoint are bitwise those of a
-run that nobody disturbed; and after every kill each checkpoint that counts is sound, and the newest
-no older than before. With --relayout, every start is on another layout, in float32, and the losses
-are the same to rounding.
+A run in float16 (so with a changing loss scale) and with dropout, saved after every other step. It
+is killed (if it has several processes, a random one of them) and started again until it is done.
+Then the losses of all steps and every array of the last checkpoint are bitwise those of an
+undisturbed run; and after every kill each checkpoint that counts is sound, and the newest is no
+older than before. With --relayout, every start is on another layout, in float32, and the losses are
+the same except for rounding.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import time
 from pathlib import Path
 
 DEVICES = 4
-_GONE_S = 90  # for the processes that are left when one is killed: a minute while they compile
+_GONE_S = 90  # for the remaining processes to end when one is killed: a minute while compiling
 _DONE_S = 900
 
 
 def work(out: Path, steps: int, place: int | None) -> None:
-    """One process of the run; on the layout of that place, where one is given."""
+    """One process of the run; place: the index of its layout, if any."""
     from mtx.launch.start import join_cluster, use_virtual_devices
 
     use_virtual_devices(DEVICES // int(os.environ.get("JAX_NUM_PROCESSES", "1")))
@@ -82,7 +82,7 @@ def start(
 
 
 def finish(out: Path, processes: int, steps: int, place: int | None = None) -> float:
-    """Runs it to its end; the seconds that took."""
+    """Run it to its end; returns the seconds that this took."""
     start_s = time.perf_counter()
     for process in start(out, processes, steps, place):
         if process.wait(_DONE_S):
@@ -99,7 +99,7 @@ def drill(
     whole, disturbed = folder / "whole", folder / "disturbed"
     first = 0 if relayout else None
     finish(whole, processes, steps, first)
-    whole_s = finish(folder / "timed", processes, steps, first)  # what is compiled is on disk now
+    whole_s = finish(folder / "timed", processes, steps, first)  # compiled programs are on disk now
     checkpoints = Checkpoints(disturbed / "checkpoints")
     newest, killed, in_save, finished = 0, 0, 0, 0
     while killed < kills:
@@ -108,7 +108,7 @@ def drill(
         victim = rng.choice(started)
         while time.perf_counter() < end_s and victim.poll() is None:
             time.sleep(0.01)
-        if victim.poll() is not None:  # it was through: from the start again
+        if victim.poll() is not None:  # it was done: start over
             for process in started:
                 process.wait(_DONE_S)
             disturbed.rename(folder / f"finished.{finished}")
@@ -135,7 +135,7 @@ def drill(
 
 
 def check(checkpoints, at_least: int) -> int:
-    """All that counts is read; the newest step."""
+    """Read every checkpoint that counts; returns the newest step."""
     steps = checkpoints.steps()
     for step in steps:
         checkpoints.look(step)

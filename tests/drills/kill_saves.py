@@ -1,10 +1,10 @@
-"""kill -9 at random times while checkpoints are saved: none is ever lost, or half there.
+"""kill -9 at random times while checkpoints are saved: none is ever lost or incomplete.
 
     python tests/drills/kill_saves.py [--kills 200] [--seed 0]
 
-A process saves step after step, each with parameters of its own; it is killed, another goes on. At
-every moment the newest checkpoint that counts is at least the one last seen complete, and what it
-holds is what its step says. The tests run a short form of it.
+A process saves step after step, each with different parameters; it is killed, and another
+continues. At any time the newest checkpoint that counts is at least the one last seen complete, and
+its values are those of its step. The tests run a short form of this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.step.trainer import Trainer
 
-_MOST_SAVES, _LONGEST_S = 6, 0.1  # that a process begins, and from the last of these to its kill
+_MOST_SAVES, _LONGEST_S = 6, 0.1  # saves that a process begins; time from the last to its kill
 _START_S = 120
 _KEEP = 2
 
@@ -42,8 +42,8 @@ def run_of(hidden: int) -> RunConfig:
 
 
 def save_on_and_on(folder: Path, run: RunConfig, ready: int) -> None:
-    """Saves the next step, and the next; writes a byte to the pipe `ready` before the first, and
-    whenever another has begun."""
+    """Save step after step; writes a byte to the pipe `ready` before the first, and whenever
+    another has begun."""
     trainer = Trainer(run)
     _ = trainer.states.shapes
     checkpoints = Checkpoints(folder, keep=_KEEP)
@@ -51,7 +51,7 @@ def save_on_and_on(folder: Path, run: RunConfig, ready: int) -> None:
     checkpoints.prepare(trainer)  # and JAX is started
     os.write(ready, b"r")
     parent = os.getppid()
-    while os.getppid() == parent:  # not for ever, should the drill itself be killed
+    while os.getppid() == parent:  # not forever if the drill itself is killed
         step += 1
         state = jax.tree.map(
             lambda a, step=step: jax.device_put(np.full(a.shape, step, a.dtype)),
@@ -59,12 +59,12 @@ def save_on_and_on(folder: Path, run: RunConfig, ready: int) -> None:
         )
         checkpoints.save(trainer, state, tokenizer=ByteTokenizer(), extra={"step": step})
         os.write(ready, b"s")
-        if step % 3 == 0:  # else the next save begins right behind this one
+        if step % 3 == 0:  # otherwise the next save begins right after this one
             checkpoints.wait()
 
 
 def check(folder: Path, at_least: int) -> int:
-    """The newest step, after all that counts has been read and compared."""
+    """Read and compare every checkpoint that counts; returns the newest step."""
     checkpoints = Checkpoints(folder)  # its `find` would start JAX, and then forks hang
     newest = checkpoints.latest() or 0
     assert not checkpoints.incomplete()
@@ -80,7 +80,7 @@ def check(folder: Path, at_least: int) -> int:
 
 
 def drill(folder: Path, *, kills: int, seed: int, hidden: int = 64) -> dict[str, int]:
-    """Counts of what the kills have met."""
+    """Counts of the states in which kills found the saves."""
     rng, run = random.Random(seed), run_of(hidden)
     met = {"kills": kills, "unfinished": 0, "half_deleted": 0, "saved": 0}
     newest = 0

@@ -1,9 +1,9 @@
-"""A real SLURM of one node and a real mpirun: each trains, is killed, and goes on by itself.
+"""A real SLURM of one node and a real mpirun: each trains, is killed, and continues by itself.
 
     python tests/drills/launchers.py [--processes 2] [--only slurm,openmpi]
 
-Needs slurm-wlm and munge, or openmpi-bin; what is not there is left out, and said. Everything runs
-in a directory of its own, with a munge key of its own, on free ports.
+Needs slurm-wlm and munge, or openmpi-bin; a missing one is left out and reported. Everything runs
+in a separate directory, with its own munge key, on free ports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAUNCH = ROOT / "launch"
 
 
 def arguments(processes: int) -> list[str]:
-    """Of `mtx train`: a stage a process; for four, the miniature itself, two devices each."""
+    """Arguments of `mtx train`: a stage per process; for four, the miniature, two devices each."""
     if processes == 4:
         quick = [*QUICK[:-1], "2", "--eval-batches", "1", "--eval-every", "0"]
         return ["miniature", "--steps", str(STEPS), "--save-every", "10", *quick]
@@ -41,13 +41,13 @@ def arguments(processes: int) -> list[str]:
 
 
 def missing(*commands: str) -> str:
-    """Why a drill cannot be done here; empty where it can."""
+    """The reason why a drill cannot be run here; empty if it can."""
     absent = [command for command in commands if shutil.which(command) is None]
     return f"left out: there is no {', '.join(absent)}" if absent else ""
 
 
 def follow(run: Run, processes: int, launcher: str) -> str:
-    """Waits for some steps, kills one process, and waits for the end."""
+    """Wait for some steps, kill one process, and wait for the end."""
     run.wait_for(lambda: run.steps_logged() >= 15)
     pids = run.pids()
     assert sorted(pids) == list(range(processes)), run.text()
@@ -78,7 +78,7 @@ def check_end(run: Run) -> None:
     assert sorted(done) == list(range(1, STEPS + 1)), run.text()
     lines = (run.out / "log.jsonl").read_text().splitlines()
     assert sum('"kind": "start"' in line for line in lines) == 2
-    for _ in range(300):  # where nobody waits for the job, it may still be ending
+    for _ in range(300):  # if nobody waits for the job, it may still be ending
         if not any(map(alive, run.pids().values())):
             return
         time.sleep(0.1)
@@ -124,7 +124,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """A SLURM of this machine alone; gives the variables with which its commands find it."""
+    """A SLURM of this machine alone; yields the variables with which its commands find it."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
     folder.chmod(0o755)
@@ -156,7 +156,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         wait_for_node(variables, folder)
         yield variables
     finally:
-        # Jobs outlive their daemons: none is left behind, whatever went wrong.
+        # Jobs outlive their daemons: leave none behind, whatever went wrong.
         stop = ["scancel", "--signal=KILL", "--full", "--user", pwd.getpwuid(os.getuid()).pw_name]
         for command in (stop, ["scancel", *stop[3:]]):
             subprocess.run(command, env=os.environ | variables, check=False, timeout=30)
@@ -203,7 +203,7 @@ def preempt(folder: Path, processes: int, variables: dict[str, str]) -> str:
         "sbatch", "--parsable", f"--ntasks-per-node={processes}", "--overcommit",
         f"--output={out}.txt", f"--chdir={ROOT}", LAUNCH / "slurm.sbatch", *arguments(processes),
     ]  # fmt: skip
-    # Its first line is the job's number.
+    # The first line of its output is the job's number.
     run = start(list(map(str, command)), out, **variables | {"OUT": str(out)})
     run.process.wait(30)
     job = run.text().split()[0]

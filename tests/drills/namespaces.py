@@ -1,9 +1,9 @@
-"""Two hosts, as two network namespaces with a link between: cut for a moment, slow, cut for good.
+"""Two hosts, as two network namespaces with a link that is cut for a moment, slow, cut for good.
 
     python tests/drills/namespaces.py            (as root; needs ip and tc of iproute2)
 
-Process 0 is in one, process 1 in the other; both find each other by addresses alone, though their
-host has one name, which is of loopback.
+Process 0 is in one, process 1 in the other; they find each other by addresses alone, since their
+host has a single name, which resolves to loopback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def inside(index: int, *command: str) -> list[str]:
 
 
 def why_not() -> str:
-    """Why this cannot be done here; empty where it can."""
+    """The reason why this cannot be run here; empty if it can."""
     if os.getuid() != 0:
         return "left out: network namespaces are for root"
     if shutil.which("ip") is None or shutil.which("tc") is None:

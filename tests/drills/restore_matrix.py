@@ -1,10 +1,10 @@
-"""Every layout and number of processes reads what every other wrote, bit for bit.
+"""Every layout and number of processes reads checkpoints of all others, bit for bit.
 
     python tests/drills/restore_matrix.py [--processes 1 2 4] [--layouts 8]
 
 Four virtual devices, divided over the processes. First each group of processes writes the same
-state on every layout; then each reads what all have written on every layout, and compares what it
-holds with the first one's bytes. The tests run a few pairs of it.
+state on every layout; then each reads what all have written, on every layout, and compares the
+values it holds with the first one's bytes. The tests run a few pairs of this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def trainer_of(layout):
     from mtx.config import ModelConfig, RunConfig
     from mtx.step.trainer import Trainer
 
-    # 250 is no multiple of 4 x 128, nor 20 of 8: the vocabulary and some masters are padded.
+    # 250 is not a multiple of 4 x 128, nor 20 of 8: the vocabulary and some masters are padded.
     model = ModelConfig(
         layers=8, hidden=20, heads=4, sequence=16, vocab=250, compute_dtype="float32"
     )
@@ -70,7 +70,7 @@ def work(phase: str, folder: Path, count: int) -> None:
         trainer = trainer_of(layout)
         if phase != "read":
             write(folder, trainer, name_of(processes, place))
-        if phase == "relay":  # both in one, for the tests
+        if phase == "relay":  # both in one process, for the tests
             read(folder, trainer, "origin")
         if phase != "read":
             continue
@@ -81,7 +81,7 @@ def work(phase: str, folder: Path, count: int) -> None:
 
 
 def write(folder: Path, trainer, name: str) -> None:
-    """Saves the origin's state as `name`; or the origin itself."""
+    """Save the origin's state as `name`, or the origin itself."""
     if name == "origin":
         save(folder / name, trainer, random_state(trainer))
         return
@@ -89,7 +89,7 @@ def write(folder: Path, trainer, name: str) -> None:
 
 
 def read(folder: Path, trainer, name: str) -> None:
-    """Restores `name`, and compares what this process holds of it with the origin's bytes."""
+    """Restore `name`, and compare the parts that this process holds with the origin's bytes."""
     state, snapshot = restored(folder / name, trainer)
     compare(folder / "origin", folder / name, snapshot.take(state))
 
@@ -127,7 +127,7 @@ def restored(folder: Path, trainer):
 
 
 def compare(origin: Path, written: Path, parts) -> None:
-    """What this process holds, with the origin's bytes; and the fingerprints of both."""
+    """Compare this process's parts with the origin's bytes, and the fingerprints of both."""
     from mtx.checkpoint.checkpoints import Checkpoints
 
     ours, theirs = Checkpoints(origin), Checkpoints(written)
@@ -143,7 +143,7 @@ def compare(origin: Path, written: Path, parts) -> None:
 
 
 def run_group(phase: str, folder: Path, processes: int, count: int) -> str:
-    """Runs one phase in that many processes; what the first has printed."""
+    """Run one phase in this many processes; returns the output of the first."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -171,7 +171,7 @@ def run_group(phase: str, folder: Path, processes: int, count: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the matrix; how many pairs were equal."""
+    """Run the matrix; returns the number of pairs that were equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, nargs="+", default=PROCESSES)
     parser.add_argument("--layouts", type=int, default=len(layouts()), help="the first so many")

@@ -1,9 +1,9 @@
 """`mtx train`, with a fault: python worker.py FAULT [--options of train].
 
-FAULT is KIND:PROCESS:STEP[:SECONDS], or none. After that step that process raises an exception
-(raise), refuses (refuse), waits for ever (hang), does so holding the interpreter (grip), is killed
-when all is done and saved (late), or spends so many SECONDS more on each step (slow). Where
-DRILL_ONCE names a file, the fault comes once: it is not repeated when the run is started again.
+FAULT is KIND:PROCESS:STEP[:SECONDS], or none. After that step, that process raises an exception
+(raise), refuses (refuse), waits forever (hang), does so holding the interpreter (grip), is killed
+when everything is done and saved (late), or spends SECONDS more on each step (slow). If DRILL_ONCE
+names a file, the fault happens once: it is not repeated when the run is started again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtx.cli import main
 
 
 def is_due() -> bool:
-    """Whether the fault has not come yet, or is to come again."""
+    """Whether the fault has not happened yet, or is to be repeated."""
     once = os.environ.get("DRILL_ONCE")
     if once and Path(once).exists():
         return False
@@ -35,7 +35,7 @@ def die_when_done(_, phase: str = "", **others) -> None:
 
 
 def fault(text: str):
-    """What `train` calls after each step."""
+    """The function that `train` calls after each step."""
     kind, process, step, *seconds = text.split(":")
 
     def on_step(record) -> None:
@@ -61,7 +61,7 @@ def fault(text: str):
         if kind == "hang":
             time.sleep(1e6)
         if kind == "grip":
-            ctypes.PyDLL(None).sleep(1_000_000)  # without letting go of the interpreter
+            ctypes.PyDLL(None).sleep(1_000_000)  # without releasing the interpreter
         raise ValueError(kind)
 
     return on_step

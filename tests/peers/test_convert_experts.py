@@ -49,7 +49,7 @@ def made(kind, **values):
 
 
 def with_balance(model):
-    """Its balance biases away from 0."""
+    """The model with balance biases away from 0."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer += 0.05 * torch.randn_like(buffer)
@@ -123,7 +123,7 @@ def test_what_we_write_is_the_same_bit_for_bit_and_greedy_texts_as_well(tmp_path
 
 
 def of_second(second, start):
-    """The tensors of transformers' module under the names that a whole model's file has."""
+    """The tensors of transformers' module under their names in a whole model's file."""
     found = {}
     for name, value in second.layers[0].state_dict().items():
         name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
@@ -132,7 +132,7 @@ def of_second(second, start):
 
 
 def test_the_loss_of_a_second_token(tmp_path):
-    """The layer behind the last, as transformers runs it for drafts, and its tensors' names."""
+    """The layer after the last, as transformers runs it for drafts, and its tensors' names."""
     from transformers.modeling_layers import MtpModel
 
     model = random_model(MIXTURES["deepseek_v3"])
@@ -152,7 +152,7 @@ def test_the_loss_of_a_second_token(tmp_path):
         want = torch.nn.functional.cross_entropy(logits, tokens[:, 2:].flatten())
     done = to_checkpoint(tmp_path / "in", tmp_path / "run", check="ours")
     assert done.model.second_token and done.model.layers == 5
-    batch["weights"][:, -1] = 0  # the target behind the last token
+    batch["weights"][:, -1] = 0  # the target after the last token
     run = Checkpoints(tmp_path / "run").run()
     for layout in LAYOUTS[0], Layout(expert=2, pipe=2, tensor=2, stage_layers=(3, 2)):
         trainer = Trainer(replace(run, layout=layout, global_batch=4))

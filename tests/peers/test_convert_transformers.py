@@ -1,6 +1,6 @@
 """Converted models against transformers in torch: logits, losses, gradients, greedy texts, loading.
 
-The tests take small models. `python -m tests.peers.test_convert_transformers [NAME]` takes GPT-2,
+The tests use small models. `python -m tests.peers.test_convert_transformers [NAME]` uses GPT-2,
 Llama 2 7B, Llama 3 8B and BERT-base with their real widths and few layers, and prints the largest
 differences.
 """
@@ -69,8 +69,8 @@ def bert(layers=2, hidden=32, heads=4, ffn=64, sequence=S, vocab=V, kind="Bert",
 
 
 def windowed(kind, vocab=97, **others):
-    """What is built like Llama, at odd sizes: heads of a size of their own, windows shorter than
-    the sequence."""
+    """A model built like Llama, at odd sizes: a separate head size, windows shorter than the
+    sequence."""
     sizes = dict(
         vocab_size=vocab, hidden_size=36, num_hidden_layers=5, num_attention_heads=12,
         num_key_value_heads=2, head_dim=6, intermediate_size=44, max_position_embeddings=S,
@@ -83,7 +83,7 @@ def windowed(kind, vocab=97, **others):
 
 
 def hybrid(kind, vocab=97, **others):
-    """What has Mamba-2 mixers, at odd sizes, with chunks that do not divide the sequence."""
+    """A model with Mamba-2 mixers, at odd sizes, with chunks that do not divide the sequence."""
     sizes = dict(
         vocab_size=vocab, max_position_embeddings=S, pad_token_id=None, bos_token_id=None,
         eos_token_id=0,
@@ -173,8 +173,8 @@ OF_FIVE_LAYERS = [
 
 
 def random_model(make, *, scale=1):
-    """In float32 for evaluation, biases and norms moved away from 0 and 1; scale: of the matrices
-    of layers."""
+    """In float32 for evaluation, with biases and norms moved away from 0 and 1; scale: of the
+    layers' matrices."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
@@ -187,7 +187,7 @@ def random_model(make, *, scale=1):
 
 
 def random_batch(model, rows=G, size=None):
-    """Ours: of BERT with padding, types, masked tokens and orders, one of them unknown."""
+    """A batch of ours; for BERT with padding, types, masked tokens and orders, one unknown."""
     config, stream = model.config, np.random.default_rng(0)
     size = size or config.max_position_embeddings
     # Not 0: that is BERT's padding, whose row of the table has no gradient in torch.
@@ -205,7 +205,7 @@ def random_batch(model, rows=G, size=None):
 
 
 def torch_results(model, batch):
-    """(logits [G, S, V], loss); the model has its gradients then."""
+    """(logits [G, S, V], loss); the model then holds its gradients"""
     at = {name: torch.tensor(values).long() for name, values in batch.items()}
     if "types" not in batch:
         logits = model(input_ids=at["tokens"]).logits
@@ -229,7 +229,7 @@ def torch_results(model, batch):
 
 
 def torch_gradients(model, directory):
-    """Canonical gradients by path, by way of the names that the parameters have on disk."""
+    """Canonical gradients by path, converted through the parameters' names on disk."""
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -243,7 +243,7 @@ def torch_gradients(model, directory):
 
 
 def our_results(directory, batch, layout):
-    """(logits [G, positions, V] at three positions, these, loss, gradients by path)"""
+    """(logits [G, positions, V] at three positions, the positions, loss, gradients by path)"""
     run = Checkpoints(directory).run()
     rows, size = batch["tokens"].shape
     off = dict.fromkeys(("dropout", "attention_dropout"), 0.0)
@@ -272,7 +272,7 @@ def flat(tree, start=""):
 
 
 def without_states(arrays):
-    """Those that have gradients."""
+    """The arrays that have gradients."""
     return {n: a for n, a in arrays.items() if not n.endswith((".load", ".balance"))}
 
 
@@ -281,8 +281,8 @@ def norm_of(arrays) -> float:
 
 
 def differences(make, directory: Path, layouts, *, rows=G, size=None):
-    """Of each layout: of logits (absolute), and of the loss, the gradients' norm and the worst
-    array's gradient (relative)."""
+    """For each layout: differences of logits (absolute), and of the loss, the gradients' norm and
+    the worst array's gradient (relative)."""
     model = random_model(make)
     model.save_pretrained(directory / "in")
     done = to_checkpoint(directory / "in", directory / "run", sequence=size)
@@ -326,7 +326,7 @@ def test_logits_loss_and_gradients(tmp_path, name):
 
 
 def test_dynamic_scaling_of_a_longer_sequence(tmp_path):
-    """transformers takes the base from the longest text of a batch, we from the run's sequence."""
+    """transformers derives the base from a batch's longest text, we from the run's sequence."""
     make = lambda: llama(rope_parameters=DYNAMIC)  # noqa: E731
     [(_, found)] = differences(make, tmp_path, LAYOUTS[:1], size=2 * S)
     assert found["logits"] < 1e-5 and found["loss"] < 1e-6 and found["gradient"] < 1e-4
@@ -389,7 +389,7 @@ def test_what_we_write_loads_without_a_word(tmp_path, name, caplog):
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_greedy_texts_are_the_same(tmp_path, name):
-    """Of what we write, longer than the windows; on two layouts."""
+    """With the files that we write, longer than the windows; on two layouts."""
     model = random_model(lambda: WINDOWED[name](vocab=256), scale=12)
     model.save_pretrained(tmp_path / "in")
     to_checkpoint(tmp_path / "in", tmp_path / "run", tokenizer="bytes", check="none")
@@ -458,7 +458,7 @@ def test_what_transformers_cannot_run_is_one_line(tmp_path):
     assert names(error, tmp_path / "in", "check='ours'")
 
 
-PARTS = {  # what of a whole model is saved
+PARTS = {  # the part of a whole model that is saved
     "gpt2": lambda whole: whole.transformer,
     "llama 3, tied": lambda whole: whole.model,
     "bert": lambda whole: whole.bert,
@@ -469,7 +469,7 @@ PARTS = {  # what of a whole model is saved
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("said", ["its class", None, [], ["GPTJModel"]])
 def test_a_part_of_a_model_is_compared_whatever_class_its_config_names(tmp_path, name, said):
-    """Without a head of its own, or without the one for the order of texts."""
+    """Without a head, or without the head for the order of texts."""
     part = PARTS[name](random_model(SMALL[name.partition(", masked")[0]])).eval()
     part.save_pretrained(tmp_path / "in")
     config = json.loads((tmp_path / "in" / "config.json").read_text())

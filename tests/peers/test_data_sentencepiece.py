@@ -1,4 +1,4 @@
-"""Tokens against SentencePiece's own program: models of every kind, texts of many scripts."""
+"""Tokens against SentencePiece's own program, for all kinds of models and many scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter for lm-evaluation-harness, by the harness itself, on tasks that lie beside it."""
+"""The adapter for lm-evaluation-harness, run by the harness itself, on tasks next to this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from mtx.evaluation.harness import HarnessModel  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # of what the harness imports
+pytestmark = pytest.mark.filterwarnings("default")  # from the harness's imports
 TASKS = {
     "mtx_choice": """
 task: mtx_choice
@@ -96,7 +96,7 @@ def test_log_likelihoods_are_those_of_the_reference(model, log_probabilities):
 
 
 def test_rolling_log_likelihoods_see_as_much_as_they_can(model, log_probabilities):
-    """40 tokens by windows of 16: 16, 16 and 8, the last of which see 8 and more before them."""
+    """40 tokens in windows of 16: 16, 16 and 8; the last 8 see at least 8 tokens before them."""
     text = "x" * 3 + "the quick brown fox jumps over a lazy"
     ids = [0, *text.encode()]
     assert len(ids) == 41

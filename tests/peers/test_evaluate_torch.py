@@ -132,7 +132,7 @@ def tokenizer():
 
 
 def detokenised(text):
-    """The rules of the published code, in its order."""
+    """The published code's rules, in its order."""
     for there, then in [
         ("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" : ", ": "),
         (" ; ", "; "), (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
@@ -153,7 +153,7 @@ def detokenised(text):
 
 @torch.no_grad()
 def peer_loss_sum(peer, ids, sequence, stride):
-    """Windows with a mask over the targets, padded at the tail."""
+    """The loss by windows with a mask over the targets, padded at the tail."""
     count = max(math.ceil(max(len(ids) - 1 - stride, 0) / stride) + 1, 1)
     total = 0.0
     for window in range(count):

@@ -1,5 +1,5 @@
-"""LLaVA against transformers in torch: logits, losses, what is written, greedy texts, and what is
-made of a picture."""
+"""LLaVA against transformers in torch: logits, losses, written files, greedy texts, and the
+preprocessing of pictures."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def trainer_of(checkpoints, layout):
 
 
 def check_outputs(model, checkpoints):
-    """Logits and loss of a batch whose images stand at several places."""
+    """Logits and loss of a batch with images at several places."""
     stream = np.random.default_rng(0)
     ids = stream.integers(0, 256, (G, S + 1), dtype=np.int32)
     for row, place in enumerate((0, 3, 17, S - PATCHES - 2)):
@@ -91,7 +91,7 @@ def check_outputs(model, checkpoints):
 
 
 def check_texts(model, checkpoints):
-    """Greedy ones, of prompts with an image and of one without."""
+    """Greedy texts for prompts with an image and for one without."""
     tokenizer, ours = checkpoints.tokenizer(), checkpoints.run().model
     stream, want = np.random.default_rng(1), []
     pictures = [stream.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(2)]
@@ -117,7 +117,7 @@ def check_texts(model, checkpoints):
 
 def test_llava_is_transformers_llava(tmp_path):
     model = random_model()
-    with torch.no_grad():  # tokens that the tokenizer has not are never the likeliest
+    with torch.no_grad():  # tokens that the tokenizer lacks are never the likeliest
         model.lm_head.weight[256:] = 0
     model.save_pretrained(tmp_path / "in")
     to_checkpoint(tmp_path / "in", tmp_path / "run", tokenizer="bytes", check="ours")

@@ -1,13 +1,13 @@
 """Routers against those of Megatron-Core: choices, gates, losses, and what a capacity drops.
 
-By convention ours differ in this:
+By convention ours differ in three points:
 
-- groups of experts are ranked by their two best scores (DeepSeek-V3, section 2.1.2), there by the
-  best choices / groups: the same where a token takes two of each of its groups;
-- f of the batch's auxiliary loss is that of the step before, there that of the microbatch, or of
-  the batch so far: the same loss of the same f;
-- drop_policy="position" there takes no heed of the order of positions, since torch.topk ranks
-  equals as it likes: as many are kept, but other ones.
+- we rank groups of experts by their two best scores (DeepSeek-V3, section 2.1.2), Megatron by the
+  best choices / groups: the same if a token takes two of each of its groups;
+- our f of the batch's auxiliary loss is that of the previous step, Megatron's that of the
+  microbatch, or of the batch so far: the loss is the same for the same f;
+- Megatron's drop_policy="position" ignores the order of positions, since torch.topk ranks equals
+  arbitrarily: the same number is kept, but different ones.
 """
 
 import jax
@@ -33,8 +33,8 @@ LOGITS += np.linspace(1, -1, E, dtype=np.float32)  # some experts are chosen mor
 
 
 def ours(load=None, **config):
-    """(gates [B, S, E], 0 where not chosen; each loss [B]; gradient of the logits) of a router that
-    is given its logits. The gradient is of all gates squared, and of the losses."""
+    """(gates [B, S, E], 0 where not chosen; each loss [B]; gradient of the logits) of a router for
+    these logits. The gradient is of all gates squared, plus the losses."""
     router = Router(experts=E, **config)
     build = Build(
         hidden=E, init_std=1.0, output_std=1.0, dtype="float32", axes=Axes.of(Layout()),
@@ -49,7 +49,7 @@ def ours(load=None, **config):
 
     def of(logits):
         ids, gates, aux = module(logits)
-        dense = (jax.nn.one_hot(ids, E) * gates[..., None]).sum(-2)  # the id E is of no expert
+        dense = (jax.nn.one_hot(ids, E) * gates[..., None]).sum(-2)  # the id E is not an expert's
         return (dense**2).sum() + aux.mean(axis=1).sum(), (dense, aux.mean(axis=1))
 
     gradient, (gates, losses) = jax.grad(of, has_aux=True)(jnp.asarray(LOGITS))
@@ -57,7 +57,7 @@ def ours(load=None, **config):
 
 
 def theirs(choices, capacity=None, policy="probs", losses=lambda logits: 0.0, **rules):
-    """The same of a sequence at a time."""
+    """The same by Megatron-Core, one sequence at a time."""
     found = []
     for logits in torch.tensor(LOGITS):
         logits.requires_grad_()
@@ -111,7 +111,7 @@ def test_the_same_losses(name, aux):
     def losses(logits):
         scores_of = moe_utils.compute_routing_scores_for_aux_loss
         chosen, scores = scores_of(logits, choices, score)
-        of_batch = torch.tensor(load * S * choices / load.sum())  # as of a sequence's choices
+        of_batch = torch.tensor(load * S * choices / load.sum())  # scaled to a sequence's choices
         counts = chosen.sum(0) if aux == "sequence" else of_batch
         each = moe_utils.switch_load_balancing_loss_func(scores, counts, S, choices, E, 0.3)
         return each + moe_utils.z_loss_func(logits, 0.02)

@@ -1,4 +1,4 @@
-"""T5 against transformers in torch: logits, losses, what is written, greedy texts."""
+"""T5 against transformers in torch: logits, losses, written files, greedy texts."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def trainer_of(checkpoints, layout):
 
 
 def check_outputs(model, checkpoints):
-    """Logits of a batch whose texts of the encoder have several lengths, and its loss."""
+    """Logits and loss of a batch with encoder texts of several lengths."""
     stream = np.random.default_rng(0)
     inputs, tokens, targets = (
         stream.integers(1, V, (G, size), dtype=np.int32) for size in (E, S, S)
@@ -72,7 +72,7 @@ def check_outputs(model, checkpoints):
 
 
 def check_texts(model, checkpoints):
-    """Greedy ones, of prompts with and without sentinels."""
+    """Greedy texts for prompts with and without sentinels."""
     special = find_span_vocab(checkpoints.tokenizer())
     prompts, want = ["To be<extra_id_0> not", "or "], []
     for ids in ([*b"To be", int(special.sentinels[0]), *b" not"], list(b"or ")):
