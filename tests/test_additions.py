@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.config import Layout, ModelConfig, RunConfig
 from mtx.errors import UserError
-from mtx.layers.layer import Kind
+from mtx.layers.layer import Kind, Stack
 from mtx.layers.mlp import MLP
 from mtx.layers.norm import Norm
 from mtx.layers.sublayer import Build
@@ -237,6 +237,16 @@ def test_where_a_norm_stands(placement):
         "output": lambda: x_BsD + norm(f(x_BsD)),
     }[placement]()  # fmt: skip
     np.testing.assert_array_equal(layer({"x": x_BsD})["x"], want)
+
+
+def test_a_stack_has_the_kinds_of_its_pattern():
+    mlp, norm = MLP(ffn=16, activation="relu"), Norm(kind="rms", epsilon=1e-6)
+    kind = Kind(sublayers=(("mlp", mlp),), norm=norm)
+    kinds = {"wide": kind, "mixer": kind}
+    stack = Stack(kinds=kinds, pattern=("wide",) * 2, embedding=None, head=None)
+    assert stack.kinds == {"wide": kind}
+    with pytest.raises(UserError, match="'narrow'.*wide"):
+        Stack(kinds=kinds, pattern=("narrow",), embedding=None, head=None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,13 @@ from mtx.certify import reference as reference_module
 from mtx.certify.cases import cases_of, choices
 from mtx.certify.certificate import Certificate, certify, reduced
 from mtx.certify.channels import own_channels
-from mtx.certify.compare import TOLERANCES, compare, differences, reference_of
+from mtx.certify.compare import (
+    ROUNDINGS,
+    TOLERANCES,
+    compare,
+    differences,
+    reference_of,
+)
 from mtx.certify.covered import unseen
 from mtx.certify.mutants import MUTANTS
 from mtx.certify.reference import Reference, batches_of
@@ -104,6 +110,14 @@ def test_random_cases_have_all_features_and_fit_the_devices():
     assert set(unseen([])) >= {axis.name for axis in MESH} | {"zero=3", "schedule=zb_v"}
 
 
+def test_first_come_cases_that_chance_is_slow_to_draw():
+    for seed in range(3):
+        found = cases(preset("gpt-1.7b"), 14, seed=seed)
+        first, *others = (each.run.layout for each in found if not each.why)
+        assert first.tensor > 1 and not first.sequence_parallel
+        assert any(layout.slices > 1 for layout in others)
+
+
 @pytest.fixture(scope="module")
 def own():
     """The first case of a run, compared."""
@@ -143,6 +157,28 @@ def test_a_difference_in_any_quantity_is_one(own):
     added, off = ({"aux": [share] * 5} | want.losses for share in (0.2, 0.2 + 1e-4))
     value, name = differences(replace(want, losses=off), replace(want, losses=added))["loss"]
     assert name == "aux" and 1e-6 < value < 1e-4
+
+
+def test_what_rounding_does_to_one_device_is_allowed(own, monkeypatch):
+    """It is measured if a difference is beyond its tolerance; in most models it is far less."""
+    assert own.rounding == {}
+    monkeypatch.setitem(TOLERANCES, "moments", 1e-12)
+    found = compare(own.case)
+    assert set(found.rounding) == set(TOLERANCES)
+    assert 0 < max(found.rounding.values()) < 5e-6
+    value, leaf = found.differences["moments"]
+    assert found.allowed("moments") == ROUNDINGS * found.rounding["moments"]
+    close = replace(found, rounding={"moments": value})
+    assert close.holds and close.said == ""
+    made = Certificate(
+        run=own.case.run, seed=3, devices=8, compared=[close], walked=Walked(devices=8)
+    )
+    text = "\n".join(lines(made, width=100))
+    assert "rounding" in text and "no difference" in text
+    far = replace(found, rounding={"moments": value / (1.01 * ROUNDINGS)})
+    assert far.beyond == ["moments"] and leaf in far.said
+    rounding = numbers(replace(made, compared=[far]))["cases"][0]["rounding"]
+    assert rounding == far.rounding
 
 
 def test_a_certificate_says_what_was_compared_and_what_was_not(own, capsys):

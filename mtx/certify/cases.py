@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +19,11 @@ from mtx.sharding.axes import MESH
 ROWS = (8, 12)  # of a global batch
 _PER_MODEL = 4  # cases of one model: they share a reference
 _TRIES = 2000  # one in ten is possible
+# What the first random cases have, one each: chance alone would come to it late.
+_FIRST: tuple[Callable[[Layout], bool], ...] = (
+    lambda layout: layout.tensor > 1 and not layout.sequence_parallel,
+    lambda layout: layout.slices > 1,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,7 @@ def choices() -> dict[str, tuple]:
 
 def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
     """The run's own layout, if it can be shrunk, and then random ones without end."""
-    rng, number = random.Random(seed), 0
+    rng, number, first = random.Random(seed), 0, list(_FIRST)
     for way in ways_to_weave(run):
         own = own_case(way, devices)
         if own is not None:
@@ -71,10 +76,14 @@ def cases_of(run: RunConfig, *, seed: int, devices: int) -> Iterator[Case]:
             yield Case(number=number, run=own, why="the run's own")
     while True:
         changes, rows = random_features(run.model, rng), rng.choice(ROWS)
+        wanted = list(first)  # what this model refuses waits for another one
         for _ in range(_PER_MODEL):
             number += 1
             model = small_model(run.model, **changes)
-            made = random_run(run, model, rows, rng, devices)
+            like = wanted.pop(0) if wanted else None
+            made = random_run(run, model, rows, rng, devices, like)
+            if like is not None and like(made.layout):
+                first.remove(like)
             yield Case(number=number, run=made, model=tuple(changes.items()))
 
 
@@ -121,15 +130,25 @@ def random_features(model: ModelConfig, rng: random.Random) -> dict[str, Any]:
 
 
 def random_run(
-    run: RunConfig, model: ModelConfig, rows: int, rng: random.Random, devices: int
-) -> RunConfig:
+    run: RunConfig, model: ModelConfig, rows: int, rng: random.Random, devices: int,
+    wanted: Callable[[Layout], bool] | None = None,
+) -> RunConfig:  # fmt: skip
+    """A random case whose layout is as `wanted` if one of those drawn is; else any."""
+    other = None
     for _ in range(_TRIES):
         try:
-            made = small_run(run, model, random_layout(run.layout, model, rng, devices), rows)
+            layout = random_layout(run.layout, model, rng, devices)
+            if other and wanted and not wanted(layout):
+                continue
+            made = small_run(run, model, layout, rows)
         except UserError:
             continue
         if fits(made):
-            return made
+            if wanted is None or wanted(made.layout):
+                return made
+            other = other or made
+    if other is not None:
+        return other
     raise UserError(f"devices={devices} leave no layout to compare; use more")
 
 

@@ -137,8 +137,21 @@ class Reference:
             "but for rounding, by which no layouts can be compared; use another seed"
         )
 
-    def _trained(self, draw: int) -> Trained:
+    def moved(self, draw: int) -> Trained:
+        """The result on the same batches, with every first parameter moved to a neighbouring
+        number, up or down at random: as far as rounding alone moves what is compared."""
         params, moments = self._start()
+        random = np.random.default_rng(self.run.seed)
+
+        def neighbour(a):
+            up = random.random(a.shape) < 0.5
+            return np.nextafter(a, np.where(up, np.inf, -np.inf).astype(a.dtype))
+
+        return self._trained(draw, jax.tree.map(neighbour, jax.device_get(params)), moments)
+
+    def _trained(self, draw: int, params: Tree = None, moments: Tree = None) -> Trained:
+        if params is None:
+            params, moments = self._start()
         losses, norms, first = [], [], None
         for step, batch in enumerate(batches_of(self.run, draw)):
             params, moments, *made = self._update(params, moments, batch, jnp.int32(step))

@@ -59,17 +59,31 @@ def _table(made: Certificate, width: int) -> list[str]:
         rows += [f"      {line}" for line in layout[1:]]
         if not each.holds:
             rows += _indented(f"differs: {each.said}", width, 6)
+        elif each.rounding:
+            rows += _indented(f"rounding decides: {rounding_said(each)}", width, 6)
     return rows
+
+
+def rounding_said(compared: Compared) -> str:
+    """The quantities beyond their tolerance that rounding explains, in words."""
+    return ", ".join(
+        f"{name} by {value:.0e}, where parameters moved to neighbouring numbers move one device's "
+        f"by {compared.rounding[name]:.0e}"
+        for name, (value, _) in compared.differences.items()
+        if value > TOLERANCES[name]
+    )
 
 
 def _summary(made: Certificate, width: int) -> list[str]:
     walked = made.walked
     own = " x ".join(f"{a} {size}" for a, size in made.run.layout.sizes.items() if size > 1)
     differing = sum(not each.holds for each in made.compared)
+    rounded = sum(each.holds and bool(each.rounding) for each in made.compared)
     largest = ", ".join(f"{name} {value:.0e}" for name, value in TOLERANCES.items())
     facts = {
         "cases": f"{len(made.compared)} of seed {made.seed} on {made.devices} virtual devices, "
-        f"against one: {f'{differing} differ' if differing else 'no difference'}",
+        f"against one: {f'{differing} differ' if differing else 'no difference'}"
+        + (f", {rounded} of them beyond a tolerance by rounding" if rounded else ""),
         "allowed": f"{largest}: losses and norms of {STEPS} steps, gradients of the first, "
         f"parameters and moments after the last; relative, of a leaf's largest, which counts as at "
         f"least {FLOOR:.0e} of the largest of all",
@@ -140,7 +154,8 @@ def _numbers_of(compared: Compared) -> dict[str, Any]:
             name: {"largest": value, "leaf": leaf}
             for name, (value, leaf) in compared.differences.items()
         },
-        "findings": list(map(str, compared.findings)), "error": compared.error,
+        "rounding": compared.rounding, "findings": list(map(str, compared.findings)),
+        "error": compared.error,
     }  # fmt: skip
 
 

@@ -38,8 +38,8 @@ class ConvertOptions:
 def convert_command(line: Line[ConvertOptions]) -> None:
     """Convert a model from Hugging Face's format, or back to it.
 
-    The families are BERT, Gemma 2, GPT-2, Llama, Mistral, Qwen2 and Qwen3. SOURCE is a Hugging Face
-    directory (config.json and safetensors) and TARGET a run directory that mtx train, evaluate and
+    SOURCE is a Hugging Face directory (config.json and safetensors) of one of the families that
+    transformers has, and TARGET a run directory that mtx train, evaluate and
     generate take as --out; or the other way round. From Hugging Face, --model.sequence (with rotary
     positions), --model.compute-dtype and --data.tokenizer default to the source's own. Nothing
     appears under TARGET until it is complete and its logits have been compared with those of

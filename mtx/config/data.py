@@ -29,7 +29,7 @@ class DataConfig:
     """
 
     path: tuple[str, ...] = ()  # files, folders or datasets; empty: Python's pydoc_data.topics
-    tokenizer: str = "bytes"  # or "bpe" or "wordpiece", trained on the text; or a path
+    tokenizer: str = "bytes"  # bytes, or bpe or wordpiece, trained on the text; or a path
     eod: str = "auto"  # end-of-document token, by name or number; auto: the dataset's own
     bpe_vocab: TrainedBytes = 2048  # "bpe", "wordpiece": size of the vocabulary that is trained
     packed: bool = False  # documents of a sample do not see each other; positions restart

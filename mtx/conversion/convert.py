@@ -252,7 +252,7 @@ def _notes_of(theirs: HuggingFaceModel, tokenizer: Tokenizer | None) -> list[str
     if tokenizer is None:
         notes.append(
             f"{theirs.directory} has no tokenizer, so the run has none either: to train on text or "
-            "to generate, convert again with --tokenizer FILE"
+            "to generate, convert again with --data.tokenizer FILE, or bytes"
         )
     if theirs.absent:
         notes.append(

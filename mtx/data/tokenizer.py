@@ -142,7 +142,8 @@ def tokenizer_from_dict(values: dict) -> Tokenizer:
         return known[kind].from_dict(values)
     if kind == "none":  # of a model that came from elsewhere without one
         raise UserError(
-            "this model was converted without a tokenizer; convert it again, with --tokenizer FILE"
+            "this model was converted without a tokenizer; convert it again, with --data.tokenizer "
+            "FILE, or bytes"
         )
     raise unknown_name("tokenizer", str(kind), known)
 

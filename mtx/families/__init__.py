@@ -62,8 +62,10 @@ def presets_of(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The fields that models of every family have. ModelConfig(family="llama", ...) makes a config
-    of that family, which has further fields."""
+    """The fields that models of every family have.
+
+    ModelConfig(family="llama", ...) makes a config of that family, which has further fields.
+    """
 
     family: str = "gpt"  # a file of mtx/families
     layers: Layers = 8  # L, number of layers
@@ -79,7 +81,7 @@ class ModelConfig:
     init_std: float = 0.02  # of initial weights; for output projections, init_std / sqrt(2 L)
     norm_epsilon: float = 1e-5  # added under the root of a norm
     vocab_multiple: Width = 128  # the vocabulary is padded to a multiple of this times its shards
-    compute_dtype: ComputeDtype = "bfloat16"  # of matmuls and activations; masters stay float32
+    compute_dtype: ComputeDtype = "bfloat16"  # of matmuls and activations; masters are float32
     # run matmuls of layers' weights in float8: e4m3; "hybrid": with output gradients in e5m2
     fp8: Fp8 = "off"
     # scale tensors by their own largest magnitudes, or by those of earlier steps

@@ -53,8 +53,6 @@ class Gemma2(Llama):
         edges["head"] = replace(edges["head"], softcap=self.logit_cap or None)
         kinds = {"window": kind(self.window), "full": kind(None)}
         pattern = tuple("full" if layer % 2 else "window" for layer in range(self.layers))
-        if self.layers == 1:
-            del kinds["full"]
         return Stack(kinds=kinds, pattern=pattern, **edges)
 
 

@@ -39,8 +39,6 @@ class GptOss(Mixtral):
 
         kinds = {"window": kind(self.window), "full": kind(None)}
         pattern = tuple("full" if layer % 2 else "window" for layer in range(self.layers))
-        if self.layers == 1:
-            del kinds["full"]
         return Stack(kinds=kinds, pattern=pattern, **self.edges())
 
 

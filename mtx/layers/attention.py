@@ -205,9 +205,14 @@ class AttentionModule(nnx.Module):
         segments_BS = None if context is None else context.segments_BS
         whole = segments_BS is None or self.config.scores.causal  # else a conditional skips parts
         if self._adds_bias and whole and self._rng(context) is None:
-            return self.out(self._attend_biased(x_BsD, segments_BS))
+            return self._leave(self._attend_biased(x_BsD, segments_BS), x_BsD)
         projected = self.project(x_BsD, context)
-        return self.out(self._attend(projected, segments_BS, self._drops(context, projected)))
+        drops = self._drops(context, projected)
+        return self._leave(self._attend(projected, segments_BS, drops), x_BsD)
+
+    def _leave(self, o_BShK, x_BsD):
+        """The output, from that of the heads; x_BsD: the input, for variants that gate by it."""
+        return self.out(o_BShK)
 
     def _rng(self, context: Context | None):
         """The random key for dropout; None if there is no dropout."""
@@ -252,7 +257,7 @@ class AttentionModule(nnx.Module):
         own_BbngK = keys_and_values(projected)
         slices = cache_BSngK.shape[1] // own_BbngK.shape[1]
         o_BbhK = sliced_attention(projected, cache_BSngK, context.part, slices, self.config.scores)
-        return self.out(o_BbhK), own_BbngK
+        return self._leave(o_BbhK, x_BsD), own_BbngK
 
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
         """The output; `keep` holds the keys and values of earlier positions."""
@@ -260,10 +265,10 @@ class AttentionModule(nnx.Module):
         axes = self.build.axes
         held_nBgSK = keep(kept_of(projected, axes))
         if held_nBgSK is None:
-            return self.out(self._attend(projected))
+            return self._leave(self._attend(projected), x_BtD)
         q_BthK, _, _ = separate(projected)
         positions_Bt = positions_of(context, q_BthK.shape[1])
         o_BthK = cached_attention(
             q_BthK, held_nBgSK, positions_Bt, rules, axes, sinks_of(projected)
         )
-        return self.out(o_BthK)
+        return self._leave(o_BthK, x_BtD)

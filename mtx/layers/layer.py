@@ -99,6 +99,14 @@ class Stack:
     embedding: Any  # the config of the module that computes x_BsD from a batch
     head: Any  # and of the one that computes losses from x_BsD
 
+    def __post_init__(self):
+        """Leave out kinds that no layer has. UserError for a layer of a kind that is not there."""
+        for kind in self.pattern:
+            if kind not in self.kinds:
+                raise unknown_name("pattern", kind, self.kinds)
+        used = {name: kind for name, kind in self.kinds.items() if name in self.pattern}
+        object.__setattr__(self, "kinds", used)
+
     @classmethod
     def uniform(cls, kind: Kind, layers: int, **others: Any) -> Stack:
         """All layers of one kind."""

@@ -125,8 +125,12 @@ def add_gradients(
         return (sums, jax.tree.map(partial(parts.written, start=start), whole, dy)), None
 
     carry = add_part((sums, jax.tree.map(jnp.zeros_like, y)), None, size=parts.first)[0]
-    # XLA unrolls a loop of one part, and would then hold the logits of both parts at once.
-    carry, y = lax.optimization_barrier((carry, y))
+    (losses, total), whole = carry
+    # XLA unrolls a loop of one part, and would then hold the logits of both parts at once. The
+    # embedding's gradients stay out of the barrier: of a table of its own they are zeros as yet,
+    # and behind a barrier XLA would not see that, and keep the zeros until they are added to.
+    losses, of_head, whole, y = lax.optimization_barrier((losses, total["head"], whole, y))
+    carry = (losses, total | {"head": of_head}), whole
     numbers = jnp.arange(parts.others)
     return lax.scan(partial(add_part, size=parts.size), carry, numbers)[0]
 
