@@ -130,6 +130,28 @@ def test_logits_are_never_whole(monkeypatch):
     assert memory - memory_of_parts > 0.95 * 4 * 2 * (logits - logits // 4)
 
 
+def behind_barriers(jaxpr) -> list:
+    """The shapes of all that a barrier is over, in all equations."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            found += [atom.aval.shape for atom in eqn.invars]
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            found += behind_barriers(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_zeros_of_the_embeddings_gradient_are_behind_no_barrier(tied, monkeypatch):
+    """XLA would keep them until the embedding's backward adds to them."""
+    model = replace(LLAMA, tied=tied)
+    trainer = trainer_of(model, Layout(microbatch=ROWS), monkeypatch, 3)
+    step = trainer.train_step.trace(trainer.states.shapes, batch_of(model))
+    table = trainer.states.param_shapes["embed"]["tokens"].shape
+    assert behind_barriers(step.jaxpr.jaxpr).count(table) == (not tied)  # the head's own
+
+
 @pytest.mark.parametrize(
     ("rows", "positions", "vocab", "at_once"),
     [

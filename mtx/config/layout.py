@@ -45,7 +45,7 @@ class Layout:
     schedule: str = "1f1b"  # a name (`mtx schedule --help`), "auto", or a table: .csv, .txt, .json
     idle: Idle = "skip"  # idle half ticks: "skip" each by a cond, or scan in "phases"
     stash: Stash = "residuals"  # what is kept from a microbatch's F to its B
-    zero: Zero = 1  # over `data`, 1 shards the optimizer's state; 3 also parameters and gradients
+    zero: Zero = 1  # over replicas, 1 shards the optimizer's state; 3 also parameters and gradients
     # what zero=3 gathers at a time; "auto": a layer if computation hides the all-gather
     zero_unit: ZeroUnit = "auto"
     # what is recomputed in a block, with stash="residuals"; "around_attention": all but attention,
