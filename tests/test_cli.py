@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import mtx
-from mtx.cli import COMMANDS, TrainOptions, exit_status, main, parse, with_actions
+from mtx.cli import COMMANDS, TrainOptions, exit_status, main, output, parse, with_actions
 from mtx.cli.completion import rows
 from mtx.cli.reference import reference
 from mtx.config import RunConfig, from_dict
@@ -115,6 +115,18 @@ def test_what_several_commands_have_means_one_thing(table):
     for row in table:
         if row.flag == "--draw":
             assert "picture: .svg, .png or .pdf" in row.about
+
+
+def test_without_a_terminal_long_work_says_each_minute_how_far_it_is(capsys, monkeypatch):
+    clock = iter([0.0, 59.0, 61.0, 61.0, 100.0, 122.0, 122.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("rows", said="compares") as report:
+        for done in range(4):  # after 59, 61, 100 and 122 s
+            report(done, 2000)
+    assert capsys.readouterr().err == "compares: 1 of 2,000\ncompares: 3 of 2,000\n"
+    with output.progress(silent=True) as report:
+        report(1, 2)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_version_is_that_of_the_package(capsys):

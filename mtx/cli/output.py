@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from mtx.files import replacing
 from mtx.paths import user_path
 
 Report = Callable[..., None]  # takes (done, total), and a text before the bar
+Unit = Literal["bytes", "rows", ""]
+_EVERY_S = 60.0  # between two lines of progress, if there is no terminal
 
 
 def say(numbers: Any, lines: Iterable[str], *, as_json: bool) -> None:
@@ -97,13 +100,31 @@ def write_text(path: str | Path, text: str) -> None:
 # --- progress -------------------------------------------------------------------------------------
 
 
+def _by_lines(unit: Unit, said: str) -> Report:
+    """Prints how far the work is, but at most once in `_EVERY_S`."""
+    told_s = time.monotonic()
+
+    def report(done: float, total: float | None, text: str = said) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s < _EVERY_S:
+            return
+        told_s = time.monotonic()
+        of = [done] if total is None else [done, total]
+        counts = [f"{n / 2**30:.2f} GiB" if unit == "bytes" else f"{n:,}" for n in of]
+        print(f"{text}: {' of '.join(counts)}".removeprefix(": "), file=sys.stderr, flush=True)
+
+    return report
+
+
 @contextlib.contextmanager
-def progress(
-    unit: Literal["bytes", "rows", ""] = "", *, said: str = "", silent: bool = False
-) -> Iterator[Report]:
-    """A bar on stderr if that is a terminal; yields what takes (done, total, text before it)."""
-    if silent or not sys.stderr.isatty():
+def progress(unit: Unit = "", *, said: str = "", silent: bool = False) -> Iterator[Report]:
+    """A bar on stderr if that is a terminal, else a line there every minute; yields what takes
+    (done, total, text before it)."""
+    if silent:
         yield lambda done, total, text="": None
+        return
+    if not sys.stderr.isatty():
+        yield _by_lines(unit, said)
         return
     from rich import progress as rich
     from rich.console import Console
