@@ -505,12 +505,12 @@ def test_without_a_tokenizer_the_run_has_none_and_says_so(tmp_path):
     config, shapes = gpt2()
     hugging.write(tmp_path / "in", config, hugging.random_tensors(shapes))
     done = to_checkpoint(tmp_path / "in", tmp_path / "run", check="none")
-    assert "--tokenizer" in done.notes[0]
+    assert "--data.tokenizer" in done.notes[0]
     with pytest.raises(UserError):
         Checkpoints(tmp_path / "run").tokenizer()
     with pytest.raises(UserError) as error:
         to_checkpoint(tmp_path / "in", tmp_path / "other", tokenizer="bytes")
-    assert names(error, "bytes", "256", "61", "--tokenizer")
+    assert names(error, "bytes", "256", "61", "--data.tokenizer")
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

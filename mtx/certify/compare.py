@@ -30,6 +30,7 @@ TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-5, "mo
 # Where rounding alone does more than that, this many times as much as it does is allowed: the
 # difference of one device from itself when its first parameters move to neighbouring numbers.
 ROUNDINGS = 2.0
+_MOST_BY_ROUNDING = 1e-3  # larger differences are never taken for rounding
 # A leaf that is zero except for rounding is compared with this share of the largest of all leaves.
 FLOOR = 1e-6
 
@@ -87,7 +88,7 @@ def compare(case: Case) -> Compared:
         return found
     if got is not None:
         found.differences = differences(got, reference_of(case.run))
-        if found.beyond:
+        if found.beyond and all(found.differences[n][0] < _MOST_BY_ROUNDING for n in found.beyond):
             found.rounding = _rounding(Unlaid(case.run))
     return found
 

@@ -43,7 +43,7 @@ def own_tokenizer(
     if tokenizer.vocab > vocab:
         raise UserError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab:,} tokens, more than the model's "
-            f"{vocab:,}; name the model's own with --tokenizer"
+            f"{vocab:,}; name the model's own with --data.tokenizer"
         )
     return tokenizer, eod
 
