@@ -29,7 +29,7 @@ from mtx.certify.compare import (
     differences,
     reference_of,
 )
-from mtx.certify.covered import unseen
+from mtx.certify.covered import not_covered, unseen
 from mtx.certify.mutants import MUTANTS
 from mtx.certify.reference import Reference, batches_of
 from mtx.certify.said import config_hash, lines, numbers
@@ -159,7 +159,7 @@ def test_a_difference_in_any_quantity_is_one(own):
     assert name == "aux" and 1e-6 < value < 1e-4
 
 
-def test_what_rounding_does_to_one_device_is_allowed(own, monkeypatch):
+def test_what_rounding_does_to_one_device_decides_nothing(own, monkeypatch):
     """It is measured if a difference is beyond its tolerance; in most models it is far less."""
     assert own.rounding == {}
     monkeypatch.setitem(TOLERANCES, "moments", 1e-12)
@@ -167,16 +167,15 @@ def test_what_rounding_does_to_one_device_is_allowed(own, monkeypatch):
     assert set(found.rounding) == set(TOLERANCES)
     assert 0 < max(found.rounding.values()) < 5e-6
     value, leaf = found.differences["moments"]
-    assert found.allowed("moments") == ROUNDINGS * found.rounding["moments"]
     close = replace(found, rounding={"moments": value})
-    assert close.holds and close.said == ""
-    made = Certificate(
-        run=own.case.run, seed=3, devices=8, compared=[close], walked=Walked(devices=8)
-    )
+    assert close.undecided and not (close.holds or close.differs)
+    walked = Walked(devices=8)
+    made = Certificate(run=own.case.run, seed=3, devices=8, compared=[close], walked=walked)
     text = "\n".join(lines(made, width=100))
-    assert "rounding" in text and "no difference" in text
+    assert made.holds and "undecided" in text and "tensor" in not_covered(made)[0]
+    assert "tensor" not in not_covered(replace(made, compared=[own]))[0]
     far = replace(found, rounding={"moments": value / (1.01 * ROUNDINGS)})
-    assert far.beyond == ["moments"] and leaf in far.said
+    assert far.differs and far.beyond == ["moments"] and leaf in far.said
     rounding = numbers(replace(made, compared=[far]))["cases"][0]["rounding"]
     assert rounding == far.rounding
 

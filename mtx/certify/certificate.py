@@ -31,7 +31,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        return not self.walked.findings and all(each.holds for each in self.compared)
+        return not self.walked.findings and not any(each.differs for each in self.compared)
 
     @property
     def failure(self) -> str | None:
@@ -60,7 +60,7 @@ def certify(
             compared = compare(case)
             if not compared.refused:
                 made.compared.append(compared)
-        failed = next((each for each in made.compared if not each.holds), None)
+        failed = next((each for each in made.compared if each.differs), None)
         if failed is not None:
             report(cases, cases, "reduces")
             made.smallest = reduced(failed, begins)
@@ -79,7 +79,7 @@ def reduced(failed: Compared, begins: Callable[[Case], None] = lambda case: None
             case = replace(best.case, run=run, why="reduced")
             begins(case)
             other = compare(case)
-            if not (other.holds or other.refused) and bool(other.error) == bool(failed.error):
+            if other.differs and not other.refused and bool(other.error) == bool(failed.error):
                 best, again = other, True
                 break
     return best

@@ -27,8 +27,8 @@ Tree = Any
 # gradients (of the first step), parameters and moments (after the last), of any element, relative
 # to its leaf's largest.
 TOLERANCES = {"loss": 1e-6, "gradients": 1e-5, "norm": 1e-5, "params": 1e-5, "moments": 1e-5}
-# Where rounding alone does more than that, this many times as much as it does is allowed: the
-# difference of one device from itself when its first parameters move to neighbouring numbers.
+# A difference beyond its tolerance decides nothing if it is at most this many times that of one
+# device from itself when its first parameters move to neighbouring numbers.
 ROUNDINGS = 2.0
 _MOST_BY_ROUNDING = 1e-3  # larger differences are never taken for rounding
 # A leaf that is zero except for rounding is compared with this share of the largest of all leaves.
@@ -49,15 +49,24 @@ class Compared:
 
     @property
     def beyond(self) -> list[str]:
-        """Quantities that differ more than is allowed, or not by a finite number."""
+        """Quantities that differ by more than their tolerance, or not by a finite number."""
         return [
             name for name, (value, _) in self.differences.items()
-            if not value <= self.allowed(name)
+            if not value <= TOLERANCES[name]
         ]  # fmt: skip
 
-    def allowed(self, name: str) -> float:
-        """The largest difference allowed in a quantity."""
-        return max(TOLERANCES[name], ROUNDINGS * self.rounding.get(name, 0.0))
+    @property
+    def undecided(self) -> bool:
+        """Whether rounding alone would do as much as what is beyond a tolerance: such a case shows
+        neither that layouts agree nor that they differ."""
+        return bool(self.beyond) and all(
+            self.differences[name][0] <= ROUNDINGS * self.rounding.get(name, 0.0)
+            for name in self.beyond
+        )
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.error or self.findings or (self.beyond and not self.undecided))
 
     @property
     def holds(self) -> bool:
@@ -70,7 +79,7 @@ class Compared:
         for name in self.beyond:
             value, leaf = self.differences[name]
             of = f" of {leaf}" if leaf else ""
-            parts.append(f"{name}{of} by {value:.1e}, {self.allowed(name):.0e} is allowed")
+            parts.append(f"{name}{of} by {value:.1e}, {TOLERANCES[name]:.0e} is allowed")
         return "; ".join([*parts, *map(str, self.findings)])
 
 

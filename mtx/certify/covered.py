@@ -27,7 +27,7 @@ def not_covered(made: Certificate) -> list[str]:
 
 def _lines(made: Certificate) -> Iterator[str]:
     run, walked = made.run, made.walked
-    if missing := unseen([each.case.run for each in made.compared]):
+    if missing := unseen([each.case.run for each in made.compared if not each.undecided]):
         yield f"features that no case had: {', '.join(missing)}"
     model, layout, optimizer = run.model, run.layout, small_optimizer(run.optimizer)
     types = [model.compute_dtype] if model.compute_dtype != "float32" else []

@@ -59,7 +59,7 @@ def try_mutant(mutant: Mutant) -> Tried:
     reference_of(mutant.run)  # of the step without the mistake
     with mutant.change():
         found = compare(Case(number=0, run=mutant.run, why=mutant.name))
-    by = "run" if found.beyond and not found.error else ""
+    by = "run" if found.differs and not found.error else ""
     return Tried(mutant=mutant, by=by, said=found.said)
 
 

@@ -57,33 +57,32 @@ def _table(made: Certificate, width: int) -> list[str]:
         )
         rows.append(f"{each.case.number:>4}  {layout[0]:<{room}}{values}".rstrip())
         rows += [f"      {line}" for line in layout[1:]]
-        if not each.holds:
+        if each.differs:
             rows += _indented(f"differs: {each.said}", width, 6)
-        elif each.rounding:
-            rows += _indented(f"rounding decides: {rounding_said(each)}", width, 6)
+        elif each.undecided:
+            rows += _indented(f"undecided: {rounding_said(each)}", width, 6)
     return rows
 
 
 def rounding_said(compared: Compared) -> str:
-    """The quantities beyond their tolerance that rounding explains, in words."""
+    """The quantities beyond their tolerance in an undecided case, in words."""
     return ", ".join(
-        f"{name} by {value:.0e}, where parameters moved to neighbouring numbers move one device's "
-        f"by {compared.rounding[name]:.0e}"
-        for name, (value, _) in compared.differences.items()
-        if value > TOLERANCES[name]
+        f"{name} by {compared.differences[name][0]:.0e}, where parameters moved to neighbouring "
+        f"numbers move one device's by {compared.rounding[name]:.0e}"
+        for name in compared.beyond
     )
 
 
 def _summary(made: Certificate, width: int) -> list[str]:
     walked = made.walked
     own = " x ".join(f"{a} {size}" for a, size in made.run.layout.sizes.items() if size > 1)
-    differing = sum(not each.holds for each in made.compared)
-    rounded = sum(each.holds and bool(each.rounding) for each in made.compared)
+    differing = sum(each.differs for each in made.compared)
+    undecided = sum(each.undecided for each in made.compared)
     largest = ", ".join(f"{name} {value:.0e}" for name, value in TOLERANCES.items())
     facts = {
         "cases": f"{len(made.compared)} of seed {made.seed} on {made.devices} virtual devices, "
         f"against one: {f'{differing} differ' if differing else 'no difference'}"
-        + (f", {rounded} of them beyond a tolerance by rounding" if rounded else ""),
+        + (f", {undecided} of them undecided by rounding" if undecided else ""),
         "allowed": f"{largest}: losses and norms of {STEPS} steps, gradients of the first, "
         f"parameters and moments after the last; relative, of a leaf's largest, which counts as at "
         f"least {FLOOR:.0e} of the largest of all",
@@ -148,6 +147,7 @@ def _numbers_of(compared: Compared) -> dict[str, Any]:
     run = compared.case.run
     return {
         "number": compared.case.number, "why": compared.case.why, "holds": compared.holds,
+        "undecided": compared.undecided,
         "model": to_dict(run.model), "layout": to_dict(run.layout),
         "global_batch": run.global_batch,
         "differences": {
