@@ -85,6 +85,12 @@ def pytest_pyfunc_call(pyfuncitem):
         pyfuncitem.obj = test
 
 
+def pytest_sessionfinish():
+    """Leave what the tests have made to the operating system: pytest and Python would search all of
+    it for garbage several times, which takes ten seconds."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """Start the longest first; otherwise one process of two waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_types.py")
@@ -116,6 +122,13 @@ def optimised(monkeypatch):
     """Have LLVM optimise the training steps: these run often enough to be worth it."""
     options = {"xla_backend_optimization_level": 2}
     monkeypatch.setattr("mtx.step.xla.options", lambda *_, **__: options)
+
+
+@pytest.fixture
+def quick_orders(monkeypatch):
+    """Search only briefly for the order of a woven tick: any order computes the same."""
+    monkeypatch.setattr("mtx.pipeline.anneal._MOVES", 600)
+    monkeypatch.setattr("mtx.pipeline.blocks._TRIALS", 24)
 
 
 @pytest.fixture

@@ -280,7 +280,7 @@ def test_where_dims_go(before, after, places):
         ("gpt-oss-20b", 256, {"context": 2, "expert_dispatch": "gathered", "offload": 0.5}),
     ],
 )
-def test_steps_at_full_size_have_no_finding(name, devices, layout):
+def test_steps_at_full_size_have_no_finding(name, devices, layout, quick_orders):
     run = preset(name)
     walked = walk_all(replace(run, layout=replace(run.layout, **layout)))
     assert walked.devices == devices and walked.equations > 3000

@@ -185,7 +185,7 @@ class AttentionModule(nnx.Module):
             return q_BShK, kv_BSngK
         k_BSgK = kv_BSngK[:, :, 0]
         if self.config.norm is not None:
-            q_BShK, k_BSgK = self._normed(self.q_norm, q_BShK), self._normed(self.k_norm, k_BSgK)
+            q_BShK, k_BSgK = self.normalize(self.q_norm, q_BShK), self.normalize(self.k_norm, k_BSgK)
         if self.config.rotary is not None:
             positions = positions_of(context, q_BShK.shape[1])
             q_BShK = rotate(q_BShK, positions, self.config.rotary)
@@ -197,7 +197,8 @@ class AttentionModule(nnx.Module):
         """The build's kernel; "blocked" with a soft cap, which cuDNN's does not support."""
         return self.build.kernel if self.config.scores.softcap is None else "blocked"
 
-    def _normed(self, norm: RMSNorm, a_BShK):
+    def normalize(self, norm: RMSNorm, a_BShK):
+        """Queries or keys, before the rotary embedding."""
         scale_K = used_by_heads(norm.scale[...], self.build.axes)
         return rms_norm(a_BShK, scale_K, norm.epsilon, norm.offset)
 
@@ -205,12 +206,12 @@ class AttentionModule(nnx.Module):
         segments_BS = None if context is None else context.segments_BS
         whole = segments_BS is None or self.config.scores.causal  # else a conditional skips parts
         if self._adds_bias and whole and self._rng(context) is None:
-            return self._leave(self._attend_biased(x_BsD, segments_BS), x_BsD)
+            return self.project_out(self._attend_biased(x_BsD, segments_BS), x_BsD)
         projected = self.project(x_BsD, context)
         drops = self._drops(context, projected)
-        return self._leave(self._attend(projected, segments_BS, drops), x_BsD)
+        return self.project_out(self._attend(projected, segments_BS, drops), x_BsD)
 
-    def _leave(self, o_BShK, x_BsD):
+    def project_out(self, o_BShK, x_BsD):
         """The output, from that of the heads; x_BsD: the input, for variants that gate by it."""
         return self.out(o_BShK)
 
@@ -257,7 +258,7 @@ class AttentionModule(nnx.Module):
         own_BbngK = keys_and_values(projected)
         slices = cache_BSngK.shape[1] // own_BbngK.shape[1]
         o_BbhK = sliced_attention(projected, cache_BSngK, context.part, slices, self.config.scores)
-        return self._leave(o_BbhK, x_BsD), own_BbngK
+        return self.project_out(o_BbhK, x_BsD), own_BbngK
 
     def of_text(self, x_BtD, context: Context | None, keep: Keep):
         """The output; `keep` holds the keys and values of earlier positions."""
@@ -265,10 +266,10 @@ class AttentionModule(nnx.Module):
         axes = self.build.axes
         held_nBgSK = keep(kept_of(projected, axes))
         if held_nBgSK is None:
-            return self._leave(self._attend(projected), x_BtD)
+            return self.project_out(self._attend(projected), x_BtD)
         q_BthK, _, _ = separate(projected)
         positions_Bt = positions_of(context, q_BthK.shape[1])
         o_BthK = cached_attention(
             q_BthK, held_nBgSK, positions_Bt, rules, axes, sinks_of(projected)
         )
-        return self._leave(o_BthK, x_BtD)
+        return self.project_out(o_BthK, x_BtD)
