@@ -15,6 +15,7 @@ from parameters import params_of
 import mtx
 from mtx import optimizers
 from mtx.certify.small import small_model
+from mtx.cli import main
 from mtx.checkpoint.checkpoints import Checkpoints
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
@@ -23,7 +24,7 @@ from mtx.families import NAMES
 from mtx.layers.model import Model
 from mtx.plan.memory import predict_memory
 from mtx.sharding.parameter import DECAYED, ROLES
-from mtx.step.optimizer import make_optimizer, state_arrays
+from mtx.step.optimizer import check_optimizer, make_optimizer, state_arrays
 
 SIZES = dict(layers=4, hidden=16, heads=2, sequence=8, vocab=30, vocab_multiple=8)
 MODEL = ModelConfig(compute_dtype="float32", tied=False, **SIZES)
@@ -199,13 +200,23 @@ def test_what_cannot_be_sharded_is_refused_by_name(make, what, monkeypatch):
     monkeypatch.setattr(optimizers, "NAMES", (*optimizers.NAMES, "shampoo"))
     for place in ("mtx.optimizers", "mtx.step.optimizer"):
         monkeypatch.setattr(f"{place}.optimizer_module", lambda name: module)
-    from mtx.step.optimizer import _check
-
-    _check.cache_clear()
+    check_optimizer.cache_clear()
     with pytest.raises(UserError) as error:
         make_optimizer(OptimizerConfig(name="shampoo"), 10, {"layers": {"w": "matrix"}})
     assert names(error, "'shampoo'", what)
-    _check.cache_clear()
+    check_optimizer.cache_clear()
+
+
+def test_a_plan_refuses_what_training_does(monkeypatch, capsys):
+    module = SimpleNamespace(STATES=2, DEFAULTS={}, make=lambda rate, **_: optax.lamb(rate))
+    monkeypatch.setattr(optimizers, "NAMES", (*optimizers.NAMES, "shampoo"))
+    for place in ("mtx.optimizers", "mtx.step.optimizer"):
+        monkeypatch.setattr(f"{place}.optimizer_module", lambda name: module)
+    check_optimizer.cache_clear()
+    assert main(["plan", "miniature", "--optimizer.name", "shampoo"]) == 2
+    out, error = capsys.readouterr()
+    check_optimizer.cache_clear()
+    assert out == "" and error.count("\n") == 1 and "shampoo" in error
 
 
 def forgetful(rate, *, weight_decay, mask):
@@ -230,13 +241,11 @@ def undiscerning(rate, *, weight_decay, mask):
 def test_what_says_one_thing_and_does_another_is_refused(make, states, what, monkeypatch):
     module = SimpleNamespace(STATES=states, DEFAULTS={}, make=make)
     monkeypatch.setattr("mtx.step.optimizer.optimizer_module", lambda name: module)
-    from mtx.step.optimizer import _check
-
-    _check.cache_clear()
+    check_optimizer.cache_clear()
     with pytest.raises(UserError) as error:
         make_optimizer(OptimizerConfig(), 10, {"layers": {"w": "matrix"}})
     assert names(error, "'adamw'", what)
-    _check.cache_clear()
+    check_optimizer.cache_clear()
 
 
 @pytest.mark.parametrize(

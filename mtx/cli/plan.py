@@ -111,8 +111,14 @@ class _Asked:
         self.mesh = None if None in sizes else math.prod(sizes)  # its devices, if all are given
 
     def optimizer(self, run: RunConfig) -> OptimizerConfig:
-        """The run's optimizer, with the given fields replaced."""
-        return replace(run.optimizer, **self._optimizer)
+        """The run's optimizer, with the given fields replaced. UserError if training refuses it."""
+        optimizer = replace(run.optimizer, **self._optimizer)
+        if self._optimizer.keys() & {"name", "rest"}:
+            from mtx.step.optimizer import check_optimizer
+
+            for name in filter(None, (optimizer.name, optimizer.rest)):
+                check_optimizer(name)
+        return optimizer
 
 
 def _base(name: str = "gpt-1t") -> tuple[RunConfig, Plan | None]:

@@ -151,6 +151,11 @@ class Layout:
         sizes = {"data": self.data} | self.shown
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
+    @property
+    def zero_text(self) -> str:
+        """The axes that ZeRO shards over, in words: "data x context"."""
+        return " x ".join(axis for axis in TOKENS if self.sizes[axis] > 1) or "data"
+
     def by_windows(self, model: ModelConfig) -> bool:
         """Whether zero=1 gathers parameters and scatters gradients a chunk at a time, beside the
         first and the last ticks (`mtx.schedules.windows`). It does so only for parameters of one

@@ -25,7 +25,7 @@ PART_NAMES = {
     "host_comm_s": "copies to host memory and back",
     "pipeline_comm_s": "messages between stages",
     "bubble_s": "idle in the pipeline",
-    "data_comm_s": "reductions over data",
+    "data_comm_s": "data-parallel collectives",
     "optimizer_s": "optimizer",
     "kernel_starts_s": "starts of kernels",
     "step_s": "the whole step",

@@ -157,7 +157,7 @@ def _layout(plan: PricedRun) -> list[Row]:
         Row("Layout", "microbatches", batches, "computed"),
         Row("Layout", "computes in", types, _source(plan, "compute_dtype")),
         Row("Layout", "activations", kept, _source(plan, "layout", "activations")),
-        Row("Layout", "sharded over data", f"{sharded} (zero={plan.zero})", source),
+        Row("Layout", f"sharded over {layout.zero_text}", f"{sharded} (zero={plan.zero})", source),
     ]
 
 

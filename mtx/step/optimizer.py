@@ -67,7 +67,7 @@ def make_optimizer(
         def mask(params):  # in which another optimizer's parameters are masked nodes
             return jax.tree.map(lambda _, decays: decays, params, decayed, is_leaf=_is_masked)
 
-        _check(name)
+        check_optimizer(name)
         return optimizer_module(name).make(
             rate, weight_decay=config.weight_decay, mask=mask, **config.hyperparameters(name)
         )
@@ -102,7 +102,7 @@ _SIZES = (2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37)
 
 
 @lru_cache
-def _check(name: str) -> None:
+def check_optimizer(name: str) -> None:
     """Raise UserError if an optimizer's update is not elementwise, since it would then differ
     between a shard and a whole matrix, or if its state has arrays that are neither like a parameter
     nor a count of updates, since those could be neither sharded nor saved."""
@@ -158,7 +158,7 @@ class _Op(NamedTuple):
 
 def _ops(name: str, made: optax.GradientTransformation, sizes: tuple[int, ...]) -> Iterator[_Op]:
     """The ops of the first state and of an update, for parameters of these sizes; UserError as in
-    `_check`."""
+    `check_optimizer`."""
     params = {"layers": {str(n): jax.ShapeDtypeStruct(sizes[:n], "float32") for n in range(1, 7)}}
     state = jax.eval_shape(made.init, params)
     _check_state(name, state, params)
