@@ -15,8 +15,8 @@ from parameters import params_of
 import mtx
 from mtx import optimizers
 from mtx.certify.small import small_model
-from mtx.cli import main
 from mtx.checkpoint.checkpoints import Checkpoints
+from mtx.cli import main
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
 from mtx.data.tokenizer import ByteTokenizer
 from mtx.errors import UserError

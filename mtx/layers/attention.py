@@ -185,7 +185,8 @@ class AttentionModule(nnx.Module):
             return q_BShK, kv_BSngK
         k_BSgK = kv_BSngK[:, :, 0]
         if self.config.norm is not None:
-            q_BShK, k_BSgK = self.normalize(self.q_norm, q_BShK), self.normalize(self.k_norm, k_BSgK)
+            q_BShK = self.normalize(self.q_norm, q_BShK)
+            k_BSgK = self.normalize(self.k_norm, k_BSgK)
         if self.config.rotary is not None:
             positions = positions_of(context, q_BShK.shape[1])
             q_BShK = rotate(q_BShK, positions, self.config.rotary)
