@@ -218,6 +218,8 @@ EIGHT, INTO = ("--model.sequence", "8"), ("--data.cache", "x")
         (["index", "c_text_document", *EIGHT, "--samples", "9"], "--samples | weights"),
         (["tokenizer", "docs.jsonl"], "--out"),
         (["tokenizer", "docs.jsonl", "--out", "docs.jsonl"], "docs.jsonl"),
+        (["tokenizer", "docs.jsonl", "--out", "t.txt"], "t.txt must end with .json"),
+        (["tokenizer", "empty.txt", "--out", "t.json"], "no text in empty.txt"),
         (["tokenizer", "docs.jsonl", "--out", "t.json", "--vocab", "200"], "vocab=200"),
         (["tokenizer", "docs.jsonl", "--out", "t.json", "--field", "x"], "'x'"),
         (["tokenizer", "docs.jsonl", "--out", "t.json", "--max-mb", "0"], "max_mb=0"),
@@ -236,6 +238,7 @@ EIGHT, INTO = ("--model.sequence", "8"), ("--data.cache", "x")
 def test_a_mistake_is_one_line_and_status_2(capsys, corpus, arguments, said):
     build()
     capsys.readouterr()
+    (corpus / "empty.txt").write_text("\n")
     before = sorted(path.name for path in corpus.iterdir())
     assert run(*arguments, *(["--processes", "1"] if arguments[0] == "build" else [])) == 2
     line = error(capsys)

@@ -191,6 +191,8 @@ def test_sizes_of_another_family(capsys):
     assert plan["model"]["family"] == "llama" and not plan["model"]["tied"]
     assert "heads=32, sequence=2048, compute_dtype=bfloat16, kv_heads=32: not" in plan["chosen"][0]
     assert numbers(capsys, "gpt-1.7b --model.family llama")["model"]["family"] == "llama"
+    own = numbers(capsys, "gpt-1.7b --model.kv-heads 8 --model.family llama")["model"]
+    assert own["family"] == "llama" and own["kv_heads"] == 8
     fewer = numbers(capsys, "llama-2-7b --model.kv-heads 8 --model.ffn 14336 --model.vocab 128256")
     assert fewer["parameters"] == 8_030_261_248 < plan["parameters"]
 
@@ -305,6 +307,7 @@ MISTAKES = {
     "runs/a": "runs/a | preset | .toml | training run",
     "gpt-1t --optimizer.name leon": "optimizer.name | leon | lion",
     "gpt-1t --optimizer.lr 0": "lr=0.0",
+    "llama-3-8b --model.family gemma2 --model.score-scale 0": "score_scale=0.0",
     "gpt-1t --ffn 3": "--ffn | --model.ffn",
     "gpt-1t --schedule zb_v": "--schedule | --layout.schedule",
     "gpt-1t --schedule full": "--schedule | --layout.schedule",

@@ -310,6 +310,8 @@ def tokenizer_action(line: Line[TokenizerOptions]) -> None:
         def __iter__(self):
             return read_texts(list(line.names), reading, cuts=BETWEEN_WORDS, most_bytes=most_bytes)
 
+    if not any(text.strip() for text in Texts()):
+        raise UserError(f"no text in {', '.join(line.names[:3])}: there is nothing to learn from")
     if options.kind == "wordpiece":
         tokenizer, end = train_wordpiece(Texts(), vocab=options.vocab), "none"
     else:

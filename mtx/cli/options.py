@@ -197,7 +197,7 @@ def read_line(
     for option in re.findall(r" --([a-z-]+)", usage):
         if not getattr(options, option.replace("-", "_")):
             raise UserError(f"--{option} is missing; the usage is {usage}")
-    given = frozenset(f"--{path}" for path in _given(rest, default))
+    given = frozenset(f"--{path}" for path in _given(rest, _of_family(rest, default)))
     return Line(tuple(names), options, given)
 
 

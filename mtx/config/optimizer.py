@@ -73,7 +73,7 @@ class OptimizerConfig:
             if getattr(self, name) is not None and name not in defaults:
                 raise UserError(
                     f"{name}={getattr(self, name)} is not of optimizer.name={self.name!r}, which "
-                    f"has {', '.join(defaults)}; leave it out"
+                    f"has {', '.join(defaults) or 'none of them'}; leave it out"
                 )
 
     def hyperparameters(self, name: str) -> dict[str, float]:

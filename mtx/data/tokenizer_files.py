@@ -54,8 +54,10 @@ def load_tokenizer(name: str, *, eod: Eod = "auto") -> Tokenizer:
 
 
 def require_new_file(path: str | os.PathLike) -> Path:
-    """The path; UserError if it exists."""
+    """The path; UserError if it exists, or has an ending by which it would not be read again."""
     path = user_path(path, "tokenizer")
+    if path.suffix not in (".json", ""):
+        raise UserError(f"tokenizer={path} must end with .json, as it is a tokenizer.json")
     if os.path.lexists(path):
         raise UserError(f"{path} exists; remove it, or choose another name")
     return path
