@@ -4,8 +4,7 @@ What is sent is read off the layer's trace (`mtx.costs`); how much of it computa
 from the order in `mtx.layers.over_context`. In a ring of r devices each send overlaps with the
 attention of one step, an r-th of all; gathering keys and values overlaps with the attention of a
 device's own positions. The last send of a ring's sums, the scattering of gradients of keys and
-values, and all-to-alls count as exposed. In a backward pass they are less: XLA runs scattering and
-all-to-alls beside weight gradients.
+values, and all-to-alls count as exposed, though XLA runs a part of these beside weight gradients.
 """
 
 from __future__ import annotations
