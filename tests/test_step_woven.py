@@ -30,7 +30,7 @@ from mtx.step import xla
 from mtx.strand import Strand
 
 DEEPSEEK = ModelConfig(
-    family="deepseek_v3", layers=4, hidden=32, heads=4, ffn=48, sequence=16, vocab=61, latent=16,
+    family="deepseek_v3", layers=6, hidden=32, heads=4, ffn=48, sequence=16, vocab=61, latent=16,
     query_latent=24, plain_size=8, turned_size=4, value_dim=8, dense_layers=1, experts=8,
     choices=2, expert_ffn=16, groups_of_experts=4, top_groups=2, second_token=True,
     compute_dtype="float32", vocab_multiple=8,
@@ -53,6 +53,7 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
         (InPlace, LLAMA, Layout(pipe=2, tensor=2, virtual=4, recompute="full")),
         (mtx.Trainer, LLAMA, Layout(data=2, pipe=2, tensor=2, virtual=2, zero=3)),
         (mtx.Trainer, LLAMA, Layout(data=3, pipe=2, virtual=4)),
+        (InPlace, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, schedule="zb_v")),
         (mtx.Trainer, GEMMA, Layout(data=4, pipe=2, virtual=2, schedule="breadth_first")),
         (InPlace, LLAMA, Layout(data=4, pipe=2, virtual=2, zero=3, zero_unit="layer")),
         (mtx.Trainer, GPT, Layout(data=8, zero=3, zero_unit="layer", recompute="selective")),
@@ -73,14 +74,12 @@ GEMMA = ModelConfig(family="gemma2", kv_heads=2, **SIZES | {"vocab_multiple": 4}
             tensor=2, sequence_parallel=False, recompute="around_attention", expert_room=1.0
         )),
         # and passes after the sums that those loops add to
-        (InPlace, replace(GPT_OSS, layers=4), Layout(pipe=2, tensor=2, expert_room=1.0)),
+        (InPlace, GPT_OSS, Layout(pipe=2, tensor=2, virtual=2, expert_room=1.0)),
         # chunks that differ in length and in kind
-        (InPlace, GEMMA, Layout(
-            data=2, pipe=2, tensor=2, virtual=2, schedule="zb_v", stage_layers=(1, 3, 2, 2)
-        )),
-        (InPlace, DEEPSEEK, Layout(data=2, pipe=2, expert=2, stage_layers=(1, 3))),
-        (InPlace, replace(DEEPSEEK, second_token=False), Layout(
-            data=2, pipe=2, expert=2, schedule="zb_h1", stage_layers=(1, 3)
+        (mtx.Trainer, GPT, Layout(data=2, pipe=2, tensor=2, virtual=2, stage_layers=(1, 3, 2, 2))),
+        (InPlace, DEEPSEEK, Layout(pipe=4, expert=2, stage_layers=(1, 2, 2, 1))),
+        (InPlace, DEEPSEEK, Layout(
+            data=2, pipe=2, virtual=2, expert=2, schedule="zb_v", stage_layers=(1, 2, 2, 1)
         )),
     ],
 )  # fmt: skip
