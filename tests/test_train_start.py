@@ -117,6 +117,15 @@ def test_a_run_goes_on_bit_for_bit(folder, capsys, monkeypatch):
     assert "start      goes on in other, and not from part again" in capsys.readouterr().out
     assert sorted(path for path in Path("part").rglob("*")) == before
 
+    # A run that began anew, or elsewhere, is never taken for one that began here.
+    assert "out=whole holds a run that began anew, not from part" in refused(
+        capsys, "part", "--out", "whole", "--steps", "9"
+    )
+    shutil.copytree("part", "third")
+    said = refused(capsys, "third", "--out", "other", "--steps", "9")
+    assert f"began from {Path('part').resolve()}, not from third" in said
+    assert "mtx train other" in said
+
     assert "steps=3 is fewer than the 4 that part has done" in refused(
         capsys, "part", "--steps", "3"
     )

@@ -29,7 +29,7 @@ from mtx.conversion.convert import (
     run_to_train,
     to_checkpoint,
 )
-from mtx.conversion.huggingface import CONFIG, HuggingFaceModel, Report, read_json
+from mtx.conversion.huggingface import CONFIG, HuggingFaceModel, Report, read_json, write_json
 from mtx.conversion.tokenizer import own_tokenizer
 from mtx.data.corpus import run_tokenizer
 from mtx.errors import UserError
@@ -37,6 +37,7 @@ from mtx.plan.fit import refuse_if_too_large, spread_layout
 from mtx.sharding.agree import agree
 from mtx.train.loop import check_run
 
+START_FILE = "start.json"  # in `out`: the directory that its first checkpoint was made from
 _TIMEOUT_S = 6 * 3600  # of a conversion, or a copy, by process 0
 _FREE = (
     "sequence", "dropout", "attention_dropout", "vocab_multiple", "compute_dtype", "fp8",
@@ -250,9 +251,22 @@ def _put_checkpoint(run: RunConfig, source: str, put: Callable[[Path], object]) 
         if there and not run.resume:
             raise UserError(f"out={out} has a checkpoint, and resume=False; use another out")
         if there:
+            _refuse_another_start(out, source)
             print(f"start      goes on in {out}, and not from {source} again", flush=True)
         else:
             put(out)
+            write_json(out / START_FILE, {"source": str(Path(source).resolve())})
         return ""
 
     agree("first_checkpoint", "", decide, timeout_s=_TIMEOUT_S)
+
+
+def _refuse_another_start(out: Path, source: str) -> None:
+    """UserError if the run in `out` did not begin from `source`."""
+    known = read_json(out / START_FILE).get("source") if (out / START_FILE).is_file() else None
+    if known != str(Path(source).resolve()):
+        began = f"began from {known}" if known else "began anew"
+        raise UserError(
+            f"out={out} holds a run that {began}, not from {source}; use another out, or go on "
+            f"with it: mtx train {out}"
+        )
