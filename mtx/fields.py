@@ -101,18 +101,18 @@ def _bounds(kind: Any) -> Between | tuple | None:
     return parts if origin is Literal else _BOUNDS.get(kind)
 
 
-def _resolve(name: str, value: Any, kind: Any) -> Any:
+def _resolve(name: str, value: Any, kind: Any, bounds: Between | tuple | None = None) -> Any:
     """The value, or its equivalent; TypeError if it is not of that kind."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         for part in parts:
             try:
-                return _resolve(name, value, part)
+                return _resolve(name, value, part, bounds)
             except TypeError:
                 continue
         raise TypeError
     if origin is Annotated:
-        return _within(name, _resolve(name, value, parts[0]), _bounds(kind))
+        return _resolve(name, value, parts[0], _bounds(kind))
     if origin is Literal:
         return _within(name, _resolve(name, value, type(parts[0])), parts)
     if origin is tuple:
@@ -130,7 +130,8 @@ def _resolve(name: str, value: Any, kind: Any) -> Any:
     right = (float, int) if kind is float else kind
     if not isinstance(value, right) or (kind in _BOUNDS and isinstance(value, bool)):
         raise TypeError
-    return _within(name, value, _BOUNDS.get(kind))
+    value = _within(name, value, _BOUNDS[float]) if kind is float else value
+    return _within(name, value, bounds or _BOUNDS.get(kind))
 
 
 def _within(name: str, value: Any, bounds: Between | tuple | None) -> Any:

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from mtx.cli.options import File, Flag, read_line, split_names
+from mtx.cli.options import File, Flag, Line, read_line, split_names
 from mtx.cli.output import check_writable, progress, say, write_text
 from mtx.cli.process import start_devices
 from mtx.config import Layout, ModelConfig, OptimizerConfig, RunConfig
+from mtx.errors import UserError
 from mtx.fields import Between
 from mtx.launch.exits import on_abort
 from mtx.launch.start import usable_cores
@@ -57,7 +58,10 @@ def certify_command(arguments: list[str]) -> int:
     run = _named(*split_names(arguments)[0][:1])
     parts = {name: getattr(run, name) for name in ("model", "layout", "optimizer", "global_batch")}
     usage = "mtx certify [PRESET | PLAN]"
-    options = read_line(arguments, CertifyOptions(**parts), usage, certify_command).options
+    line = read_line(arguments, CertifyOptions(**parts), usage, certify_command)
+    options = line.options
+    if options.mutants:
+        _refuse_others(line)
     run = replace(run, seed=options.seed, **{name: getattr(options, name) for name in parts})
     check_writable(options.out)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
@@ -73,6 +77,16 @@ def certify_command(arguments: list[str]) -> int:
         write_text(options.out, json.dumps(numbers, indent=1) + "\n")
     say(numbers, lines, as_json=options.json)
     return 0 if holds else 1
+
+
+def _refuse_others(line: Line) -> None:
+    """UserError for what --mutants, which has models and layouts of its own, would ignore."""
+    others = [*line.names, *sorted(line.given - {"--mutants", "--json", "--out"})]
+    if others:
+        raise UserError(
+            f"--mutants tries mistakes in programs of its own, and takes no {others[0]}; leave it "
+            "out"
+        )
 
 
 def _named(name: str = "miniature") -> RunConfig:

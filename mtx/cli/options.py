@@ -239,7 +239,8 @@ def parse(
     except SystemExit as leaving:
         if not leaving.code:
             raise
-        raise UserError(_one_line(printed.getvalue(), arguments)) from None
+        message = _own_error(leaving) or _one_line(printed.getvalue(), arguments)
+        raise UserError(message) from None
     resolve_types(options)
     if unknown:
         raise _unknown(unknown, spellings(default))
@@ -342,6 +343,15 @@ def _parts(option: str) -> tuple[str, str]:
     return section, field
 
 
+def _own_error(leaving: BaseException) -> str:
+    """The message of the config's own UserError that made tyro leave, or "". tyro's box has it too,
+    but wrapped in the middle of what has no spaces."""
+    cause = leaving.__context__
+    while cause is not None and not isinstance(cause, UserError):
+        cause = cause.__context__
+    return "" if cause is None else str(cause)
+
+
 def _one_line(box: str, arguments: list[str]) -> str:
     """An error that tyro prints as a box of several paragraphs, as one line."""
     rows = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
@@ -351,8 +361,7 @@ def _one_line(box: str, arguments: list[str]) -> str:
         option, *form = rows[rows.index("Argument helptext:") + 1].split()
         spelled, value = _as_given(option, arguments)
         return f"{spelled} takes {plain_form(' '.join(form))}, not {shown(value)}"
-    # A field's own check: "Error parsing run.model: hidden=130 cannot be divided ..."
-    return re.sub(r"^Error parsing [\w.]*: ", "", message) or box
+    return message or box
 
 
 def plain_form(form: str) -> str:

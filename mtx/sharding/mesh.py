@@ -75,17 +75,23 @@ def make_mesh(layout: Any, devices: list | None = None) -> Mesh:
     are too few."""
     names, shown = "*".join(layout.shown), layout.shown.values()
     devices = jax.devices() if devices is None else list(devices)
+    processes = jax.process_count()
     if layout.devices > len(devices):
+        more = (
+            f"virtual CPU devices: --virtual-devices {layout.devices}, or in Python "
+            f"mtx.use_virtual_devices({layout.devices}) before JAX starts"
+            if processes == 1
+            else f"more processes than these {processes}, or more devices in each"
+        )
         raise UserError(
             f"{names}={'*'.join(map(str, shown))} asks for "
             f"{layout.devices} devices, and there are {len(devices)}; use a smaller layout, or "
-            f"virtual CPU devices: --virtual-devices {layout.devices}, or in Python "
-            f"mtx.use_virtual_devices({layout.devices}) before JAX starts"
+            f"{more}"
         )
-    if jax.process_count() > 1 and layout.devices != len(devices):
+    if processes > 1 and layout.devices != len(devices):
         raise UserError(
             f"{names}={layout.devices} leaves some of the {len(devices)} devices of "
-            f"{jax.process_count()} processes without work; use all of them"
+            f"{processes} processes without work; use all of them"
         )
     grid = np.array(devices[: layout.devices]).reshape(tuple(layout.sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
