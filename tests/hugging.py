@@ -81,6 +81,14 @@ def qwen3(**changes):
     return llama("qwen3", head_norms=True, **{"head_dim": 6, **changes})
 
 
+def granite(**changes):
+    factors = {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+        "logits_scaling": 1.7,
+    }  # fmt: skip
+    return llama("granite", **{"tie_word_embeddings": True} | factors | changes)
+
+
 def gemma2(**changes):
     settings = {
         "num_hidden_layers": 3, "head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 5,

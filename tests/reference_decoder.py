@@ -1,6 +1,6 @@
-"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2, and those with
-sinks or latent attention. Plain jnp, unsharded, from the papers' formulas, without using `mtx`.
-Parameters are in canonical form."""
+"""The oracle of families that are built like Llama: Mistral, Qwen 2 and 3, Gemma 2, Granite, and
+those with sinks or latent attention. Plain jnp, unsharded, from the papers' formulas, without using
+`mtx`. Parameters are in canonical form."""
 
 import functools
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ class Rules:
     logit_cap: float | None = None
     offset: float = 0.0  # of norms' scales
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
     gelu: bool = False  # instead of SiLU
     turned: int = 0  # numbers per head that are rotated, in latent attention
     second_weight: float = 0.0  # of the loss of the token after the next
@@ -97,9 +99,11 @@ def _mlp(x, p, rules):
 def _layer(x, p, window, rules):
     attend = _latent if "kv_up" in p["attention"] else _attention
     h = attend(_norm(x, p["attention_norm"], rules), p["attention"], window, rules)
-    x = x + (_norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h)
+    h = _norm(h, p["attention_post_norm"], rules) if "attention_post_norm" in p else h
+    x = x + rules.residual_scale * h
     h = _mlp(_norm(x, p["mlp_norm"], rules), p["mlp"], rules)
-    return x + (_norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h)
+    h = _norm(h, p["mlp_post_norm"], rules) if "mlp_post_norm" in p else h
+    return x + rules.residual_scale * h
 
 
 def _last(params, batch, rules):
@@ -121,7 +125,7 @@ def _further(params):
 def logits(params, batch, rules):
     """float32 [G, S, V]"""
     x, table = _last(params, batch, rules)
-    return _cap(x @ table.T, rules.logit_cap)
+    return _cap(x @ table.T * rules.logit_scale, rules.logit_cap)
 
 
 def _losses(all_logits, targets):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 from errors import names
-from hugging import LLAMA3, YARN, bert, gemma2, gpt2, llama, mistral, qwen2, qwen3
+from hugging import LLAMA3, YARN, bert, gemma2, gpt2, granite, llama, mistral, qwen2, qwen3
 from parameters import params_of
 
 from mtx.checkpoint.checkpoints import Checkpoints
@@ -75,6 +75,8 @@ MODELS = {
         attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False,
         num_hidden_layers=1,
     ),
+    "granite": granite(),
+    "granite untied, with the defaults of transformers": llama("granite"),
     **{make.__name__: make() for make in MIXTURES},
 }  # fmt: skip
 
@@ -389,6 +391,10 @@ REFUSED = [  # what the error names; by default the field that is changed
     (gemma2, {"attn_logit_softcapping": "50"}, []),
     (gemma2, {"final_logit_softcapping": 0.0}, []),
     (gemma2, {"head_dim": None}, []),
+    (granite, {"mlp_bias": True}, [False]),
+    (granite, {"residual_multiplier": 0.0}, ["residual_scale=0.0"]),
+    (granite, {"logits_scaling": None}, []),
+    (granite, {"attention_multiplier": "1"}, []),
     (mamba2, {"time_step_limit": 7}, []),
     (mamba2, {"time_step_limit": ["x", float("inf")]}, []),
     (mamba2, {"time_step_limit": [0.0, 0.1]}, ["without a limit"]),

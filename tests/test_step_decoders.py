@@ -1,5 +1,5 @@
-"""Mistral, Qwen 2 and 3, and Gemma 2 on layouts of every kind: losses and gradients equal an
-unsharded reference's, and texts are written with and without kept keys and values."""
+"""Mistral, Qwen 2 and 3, Gemma 2 and Granite on layouts of every kind: losses and gradients equal
+an unsharded reference's, and texts are written with and without kept keys and values."""
 
 import functools
 
@@ -42,6 +42,16 @@ MODELS = {
             scale=24.0**-0.5, score_cap=3.0, logit_cap=2.0, embed_scale=48.0**0.5, gelu=True,
         ),
     ),
+    "granite": (
+        ModelConfig(
+            family="granite", embedding_scale=5.0, attention_scale=0.2, residual_scale=0.22,
+            logit_divisor=3.0, **SIZES,
+        ),
+        Rules(
+            kinds=("block",) * 4, windows=(None,) * 4, scale=0.2, embed_scale=5.0,
+            residual_scale=0.22, logit_scale=1 / 3,
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +83,7 @@ LAYOUTS = [
 
 # Each family on three or more layouts, each layout with two or more families.
 TRIED = {"mistral": (0, 3, 4), "qwen2": (1, 2, 5), "qwen3": (0, 1, 2), "gemma2": (1, 3, 4, 5)}
+TRIED |= {"granite": (1, 3, 4)}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_losses_and_gradients_are_those_of_the_reference(name, layout):
 logits = jax.jit(reference_decoder.logits, static_argnums=2)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen2", "mistral"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen2", "mistral", "granite"])
 def test_what_is_kept_of_a_text_gives_the_logits_of_the_whole(name):
     """Token by token beyond a window, on stages with different kinds of layers."""
     model, params, _, _ = made(name)

@@ -25,6 +25,7 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _WHERE_GIVEN: dict[str, Any] = {
     "ffn": 48, "head_dim": 6, "window": 12, "score_scale": 6.0, "rotary_original": 8,
+    "attention_scale": 0.4, "logit_divisor": 2.0,
     "experts": 8, "choices": 3, "expert_ffn": 16, "groups_of_experts": 4, "top_groups": 2,
     "dense_layers": 1, "latent": 10, "query_latent": 14, "plain_size": 6, "turned_size": 4,
     "value_dim": 8, "aux_weight": 0.1, "z_weight": 0.01, "balance_rate": 0.05,

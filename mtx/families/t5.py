@@ -124,7 +124,7 @@ class T5(ModelConfig):
             head=DecoderHead(
                 vocab=self.vocab, norm=common["norm"], tied=self.tied,
                 encoder_sequence=self.encoder_sequence,
-                scale=self.hidden**-0.5 if self.tied else None,
+                scale=self.hidden**-0.5 if self.tied else 1.0,
             ),
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.layers.context import Context, dropout, positions_of
 from mtx.layers.embedding import Embedding, EmbeddingModule
-from mtx.layers.head import Fields, NextToken, NextTokenHead
+from mtx.layers.head import Fields, NextToken
 from mtx.layers.layer import Kind, Layer, Stream
 from mtx.layers.relative import (
     Relative,
@@ -285,23 +285,7 @@ class DecoderHead(NextToken):
     """The config of the decoder's head."""
 
     encoder_sequence: int  # E
-    scale: float | None = None  # multiplies the table's input
-
-    def module(self, build: Build, rows: int, rngs: nnx.Rngs) -> nnx.Module:
-        return DecoderHeadModule(self, build, rows, rngs)
 
     def batch_fields(self, rows: int, sequence: int) -> Fields:
         inputs = jax.ShapeDtypeStruct((rows, self.encoder_sequence), jnp.int32)
         return super().batch_fields(rows, sequence) | {"inputs": inputs, "segments": inputs}
-
-
-class DecoderHeadModule(NextTokenHead):
-    """norm, and output [V, D] if it is not tied"""
-
-    def __init__(self, config: DecoderHead, build: Build, rows: int, rngs: nnx.Rngs):
-        super().__init__(config, build, rows, rngs)
-        self.scale = config.scale
-
-    def _normed(self, x_BsD):
-        x_BsD = super()._normed(x_BsD)
-        return x_BsD if self.scale is None else x_BsD * jnp.asarray(self.scale, x_BsD.dtype)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtx.layers.embedding import token_table
 from mtx.layers.kernels import head_positions
-from mtx.layers.norm import Norm
+from mtx.layers.norm import Norm, scaled
 from mtx.layers.sublayer import Build
 from mtx.sharding.collectives import all_gather_sequence
 from mtx.sharding.mesh import Axes
@@ -37,6 +37,7 @@ class NextToken:
     vocab: int
     norm: Norm | None  # None: the last layer has it
     tied: bool  # its table is the embedding's
+    scale: float = 1.0  # multiplies the logits
     softcap: float | None = None  # c tanh(logit / c) (Gemma 2)
     second_weight: float = 0.0  # of the loss of the token after the next (`mtx.layers.multi_token`)
 
@@ -76,7 +77,9 @@ class NextTokenHead(nnx.Module):
             self.output = parameter(table, spec=P(VOCAB, None), role="head", dims=dims)
 
     def _normed(self, x_BsD):
-        return x_BsD if self.config.norm is None else self.norm(x_BsD)
+        """The input of the table, with the logits' scale."""
+        x_BsD = x_BsD if self.config.norm is None else self.norm(x_BsD)
+        return scaled(x_BsD, self.config.scale)
 
     def _table(self, tokens_vD):
         return tokens_vD if self.config.tied else self.output[...]

@@ -14,7 +14,7 @@ from flax import nnx
 
 from mtx.errors import UserError, unknown_name
 from mtx.layers.context import Context, dropout
-from mtx.layers.norm import Norm
+from mtx.layers.norm import Norm, scaled
 from mtx.layers.sublayer import (
     Build,
     Keep,
@@ -44,6 +44,7 @@ class Kind:
     norm: Norm
     norm_placement: NormPlacement = "pre"
     dropout: float = 0.0  # before each residual addition
+    residual_scale: float = 1.0  # multiplies what is added to the residual stream (Granite)
     # x + f(norm(x)) + g(norm(x)), one norm for all (Wang and Komatsuzaki 2021; MegaScale, Jiang et
     # al. 2024): one reduction over `tensor` per layer. All sublayers must join and have no losses
     parallel: bool = False
@@ -181,7 +182,7 @@ class Layer(nnx.Module):
                 h_BsD = getattr(self, f"{name}_post_norm")(h_BsD)
             h_BsD = norm(h_BsD) if placement == "output" else h_BsD
             site = (context.layer, number) if context is not None else ()
-            x_BsD = x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
+            x_BsD = self._added(x_BsD, h_BsD, context, *site)
             x_BsD = norm(x_BsD) if placement == "post" else x_BsD
         return stream | {"x": x_BsD}
 
@@ -191,8 +192,11 @@ class Layer(nnx.Module):
         parts = [run(name, getattr(self, name), h_BSD) for name, _ in self.kind.sublayers]
         y_BsD = leave_jointly(sum(parts[1:], parts[0]), self.axes)
         site = (context.layer, 0) if context is not None else ()
-        x_BsD = x_BsD + dropout(y_BsD, self.kind.dropout, self.axes, context, *site)
-        return stream | {"x": x_BsD}
+        return stream | {"x": self._added(x_BsD, y_BsD, context, *site)}
+
+    def _added(self, x_BsD, h_BsD, context, *site):
+        h_BsD = scaled(h_BsD, self.kind.residual_scale)
+        return x_BsD + dropout(h_BsD, self.kind.dropout, self.axes, context, *site)
 
 
 def _adapters_of(name: str, sublayer: Sublayer, build: Build) -> Adapters | None:

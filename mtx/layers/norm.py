@@ -38,6 +38,11 @@ class Norm:
         return RMSNorm(size, epsilon=self.epsilon, offset=self.offset, dim=dim)
 
 
+def scaled(x, scale: float):
+    """x times a constant that is not rounded to its dtype."""
+    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
 @custom_vjp(3)
 def layer_norm(x, scale_D, bias_D, epsilon: float):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over D, in float32; x's dtype out."""

@@ -118,6 +118,10 @@ def bamba(**others):
     ) | others)  # fmt: skip
 
 
+GRANITE = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.6,
+    "logits_scaling": 1.7, "tie_word_embeddings": True, "sliding_window": None,
+}  # fmt: skip
 GEMMA2 = {"query_pre_attn_scalar": 17, "attn_logit_softcapping": 0.7}
 WINDOWED = {
     "mistral": lambda **c: windowed("Mistral", **c),
@@ -126,6 +130,7 @@ WINDOWED = {
     ),
     "qwen3": lambda **c: windowed("Qwen3", use_sliding_window=True, max_window_layers=3, **c),
     "gemma2": lambda **c: windowed("Gemma2", final_logit_softcapping=0.9, **GEMMA2, **c),
+    "granite": lambda **c: windowed("Granite", **GRANITE, **c),
     "mamba2": mamba2, "nemotron_h": nemotron_h, "bamba": bamba,
 }  # fmt: skip
 SMALL = {
