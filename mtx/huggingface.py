@@ -25,7 +25,9 @@ Shape = tuple[int, ...]
 # Of a tensor. vector: flat. table: like our array. conv1d: [inputs, outputs], a layer of GPT-2.
 # linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
 # neighbours: its last dim is our last two, swapped. convolution: its first dim is our last.
-Form = Literal["vector", "table", "conv1d", "linear", "depthwise", "neighbours", "convolution"]
+Form = Literal[
+    "vector", "table", "conv1d", "linear", "linears", "depthwise", "neighbours", "convolution"
+]  # fmt: skip
 _MISSING = object()
 
 
@@ -117,7 +119,7 @@ class Weight:
     @property
     def in_parts(self) -> bool:
         """Whether some of our rows correspond to some tensors, or to some rows of them."""
-        return self.experts or self.form in ("table", "neighbours")
+        return self.experts or self.form in ("table", "neighbours", "linears")
 
     def tensor_names(self, shape: Shape) -> tuple[str, ...]:
         """The names of all tensors of an array of that shape."""
@@ -131,6 +133,8 @@ class Weight:
             return replace(self, experts=False).tensor_shape(shape[1:])
         if self.form == "neighbours":
             return *shape[:-2], shape[-2] * shape[-1]
+        if self.form == "linears":
+            return shape[0], math.prod(shape[2:]), shape[1]
         if self.form == "convolution":
             return shape[-1], *shape[:-1]
         if self.stack is not None:
@@ -158,6 +162,8 @@ class Weight:
         if self.form == "neighbours":
             turned = tensors[0].reshape(*shape[:-2], shape[-1], shape[-2])
             return np.swapaxes(turned, -1, -2).astype(np.float32)
+        if self.form == "linears":
+            return np.swapaxes(tensors[0], 1, 2).astype(np.float32).reshape(shape)
         if self.form == "convolution":
             return np.moveaxis(tensors[0], 0, -1).astype(np.float32)
         if self.form in ("linear", "depthwise"):
@@ -179,6 +185,8 @@ class Weight:
             return [tensor for own in array for tensor in one.to_tensors(own)]
         if self.form == "neighbours":
             return [np.swapaxes(array, -1, -2).reshape(*array.shape[:-2], -1)]
+        if self.form == "linears":
+            return [np.swapaxes(array.reshape(*array.shape[:2], -1), 1, 2)]
         if self.form == "convolution":
             return [np.moveaxis(array, -1, 0)]
         parts = [array] if self.stack is None else np.moveaxis(array, self.stack, 0)

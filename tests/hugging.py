@@ -81,12 +81,14 @@ def qwen3(**changes):
     return llama("qwen3", head_norms=True, **{"head_dim": 6, **changes})
 
 
+FACTORS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+    "logits_scaling": 1.7,
+}  # fmt: skip
+
+
 def granite(**changes):
-    factors = {
-        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
-        "logits_scaling": 1.7,
-    }  # fmt: skip
-    return llama("granite", **{"tie_word_embeddings": True} | factors | changes)
+    return llama("granite", **{"tie_word_embeddings": True} | FACTORS | changes)
 
 
 def gemma2(**changes):
@@ -178,6 +180,42 @@ def gpt_oss():
             f"{at}.mlp.experts.gate_up_proj": (E, D, 2 * FE),
             f"{at}.mlp.experts.gate_up_proj_bias": (E, 2 * FE),
             f"{at}.mlp.experts.down_proj": (E, FE, D), f"{at}.mlp.experts.down_proj_bias": (E, D),
+        }  # fmt: skip
+    return config, shapes
+
+
+def granitemoehybrid(experts=E, **changes):
+    """A mixer, attention and a mixer; in each layer experts, if any, and an MLP for all tokens."""
+    inner, state, heads = 2 * D, 5, 8
+    config, shapes = _mixture(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", num_hidden_layers=3,
+        layer_types=["mamba", "attention", "mamba"],
+        intermediate_size=FE, shared_intermediate_size=F, num_local_experts=experts,
+        num_experts_per_tok=2, mamba_n_heads=heads, mamba_d_head=inner // heads,
+        mamba_d_state=state, mamba_chunk_size=7, tie_word_embeddings=True,
+        **FACTORS | {"position_embedding_type": "nope"} | changes,
+    )  # fmt: skip
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.shared_mlp.input_linear.weight": (2 * F, D),
+            f"{at}.shared_mlp.output_linear.weight": (D, F),
+        }
+        if experts:
+            shapes |= {
+                f"{at}.block_sparse_moe.router.layer.weight": (experts, D),
+                f"{at}.block_sparse_moe.input_linear.weight": (experts, 2 * FE, D),
+                f"{at}.block_sparse_moe.output_linear.weight": (experts, D, FE),
+            }
+        if layer == 1:
+            continue
+        shapes = {name: shape for name, shape in shapes.items() if f"{at}.self_attn" not in name}
+        shapes |= {
+            f"{at}.mamba.in_proj.weight": (2 * inner + 2 * state + heads, D),
+            f"{at}.mamba.conv1d.weight": (inner + 2 * state, 1, 4),
+            f"{at}.mamba.conv1d.bias": (inner + 2 * state,),
+            **{f"{at}.mamba.{name}": (heads,) for name in ("A_log", "D", "dt_bias")},
+            f"{at}.mamba.norm.weight": (inner,), f"{at}.mamba.out_proj.weight": (D, inner),
         }  # fmt: skip
     return config, shapes
 

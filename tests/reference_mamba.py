@@ -7,9 +7,12 @@ leaves [L, ...] for the layers of a kind.
 
 import itertools
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from reference_experts import Rules as Experts
+from reference_experts import _route, _swiglu
 
 
 def recurrence(x, dt, a, b, c, state, starts):
@@ -66,47 +69,89 @@ def _mixer(x, p, segments, least_dt):
     return jnp.einsum("bshk,hkd->bsd", grouped * p["norm"]["scale"], p["out"]["w"])
 
 
-def _attention(x, p, segments):
+def _attention(x, p, segments, scale):
     q = jnp.einsum("bsd,dhk->bhsk", x, p["qkv"]["q"])
     k, v = jnp.einsum("bsd,dngk->nbgsk", x, p["qkv"]["kv"])
     k, v = (jnp.repeat(a, q.shape[1] // k.shape[1], axis=1) for a in (k, v))
-    scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    scores = q @ k.swapaxes(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     unseen = jnp.triu(jnp.ones(scores.shape[-2:], bool), 1)
     unseen = unseen | (segments[:, None, :, None] != segments[:, None, None, :])
     weights = jax.nn.softmax(jnp.where(unseen, -1e30, scores), axis=-1)
     return jnp.einsum("bhsk,hkd->bsd", weights @ v, p["out"]["w"])
 
 
-def logits(params, tokens, segments, pattern, least_dt):
-    """float32 [G, S, V]; pattern: the kind of each layer."""
-    x = params["embed"]["tokens"][tokens]
-    done = dict.fromkeys(pattern, 0)
+class Rules(NamedTuple):
+    """Granite's factors, and its experts; the defaults are a hybrid without them."""
+
+    embedding: float = 1.0
+    attention: float | None = None  # of products of queries and keys
+    residual: float = 1.0
+    logits: float = 1.0
+    experts: Experts | None = None
+
+
+HYBRID = Rules()
+
+
+def _mlp(h, p, weights, rules):
+    """(output, auxiliary losses [B, S], [E] choices of counted tokens)"""
+    if "router" not in p:
+        gated = p["up"]["w"].ndim == 3
+        h = h if gated else jnp.maximum(h @ p["up"]["w"], 0) ** 2 @ p["down"]["w"]
+        return _swiglu(h, p["up"]["w"][None], p["down"]["w"][None])[0] if gated else h, 0.0, 0.0
+    gates, aux, chosen = _route(h, p["router"], rules.experts)
+    y = jnp.einsum("bse,ebsd->bsd", gates, _swiglu(h, p["up"], p["down"]))
+    y = y + _swiglu(h, p["shared"]["up"]["w"][None], p["shared"]["down"]["w"][None])[0]
+    counted = jax.nn.one_hot(chosen, gates.shape[-1]) * (weights > 0)[..., None, None]
+    return y, (aux * weights).sum(), counted.sum((0, 1, 2))
+
+
+def forward(params, batch, segments, pattern, least_dt, rules):
+    """(logits float32 [G, S, V], the sum of auxiliary losses, by kind: [L, E] choices of counted
+    tokens); pattern: the kind of each layer."""
+    x = params["embed"]["tokens"][batch["tokens"]] * rules.embedding
+    done, losses, counts = dict.fromkeys(pattern, 0), 0.0, {kind: [] for kind in pattern}
 
     def layer(x, p):
-        (name,) = (each for each in ("mamba", "attention", "mlp") if each in p)
-        h, p = _norm(x, p[f"{name}_norm"]["scale"]), p[name]
-        if name == "mamba":
-            return x + _mixer(h, p, segments, least_dt), None
-        if name == "attention":
-            return x + _attention(h, p, segments), None
-        return x + jnp.maximum(h @ p["up"]["w"], 0) ** 2 @ p["down"]["w"], None
+        aux = counted = 0.0
+        for name in ("mamba", "attention", "mlp"):
+            if name not in p:
+                continue
+            h = _norm(x, p[f"{name}_norm"]["scale"])
+            if name == "mamba":
+                y = _mixer(h, p[name], segments, least_dt)
+            elif name == "attention":
+                y = _attention(h, p[name], segments, rules.attention)
+            else:
+                y, aux, counted = _mlp(h, p[name], batch["weights"], rules)
+            x = x + rules.residual * y
+        return x, (aux, counted)
 
     for kind, alike in itertools.groupby(pattern):
         first, done[kind] = done[kind], done[kind] + len(list(alike))
         run = jax.tree.map(lambda a, i=first, j=done[kind]: a[i:j], params["layers"][kind])
-        x, _ = jax.lax.scan(layer, x, run)
+        x, (aux, counted) = jax.lax.scan(layer, x, run)
+        losses += jnp.sum(aux)
+        counts[kind].append(counted)
     table = params["head"].get("output", params["embed"]["tokens"])
-    return _norm(x, params["head"]["norm"]["scale"]) @ table.T
+    logits = _norm(x, params["head"]["norm"]["scale"]) @ table.T * rules.logits
+    return logits, losses, {kind: jnp.concatenate(each) for kind, each in counts.items()}
 
 
-@partial(jax.jit, static_argnames=("pattern", "least_dt"))
-def loss_and_gradients(params, batch, pattern, least_dt=0.0):
+@partial(jax.jit, static_argnames=("pattern", "least_dt", "rules"))
+def loss_and_gradients(params, batch, pattern, least_dt=0.0, rules=HYBRID):
+    """(mean cross-entropy, gradients of all losses); for routers' loads, the counted choices."""
     segments = batch.get("segments", jnp.zeros_like(batch["tokens"]))
 
-    def loss(params):
-        found = logits(params, batch["tokens"], segments, pattern, least_dt)
+    def minimised(params):
+        found, aux, counts = forward(params, batch, segments, pattern, least_dt, rules)
         chosen = jnp.take_along_axis(found, batch["targets"][..., None], axis=-1)[..., 0]
         losses = jax.nn.logsumexp(found, axis=-1) - chosen
-        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+        weight = batch["weights"].sum()
+        loss = (losses * batch["weights"]).sum() / weight
+        return loss + aux / weight, (loss, counts)
 
-    return jax.value_and_grad(loss)(params)
+    gradients, (loss, counts) = jax.grad(minimised, has_aux=True)(params)
+    for kind, counted in counts.items() if rules.experts else ():
+        gradients["layers"][kind]["mlp"]["router"]["load"] = counted
+    return loss, gradients

@@ -12,8 +12,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from mtx.certify.arrays import reshaped
+from mtx.certify.small import small_model, small_run
 from mtx.certify.step import RULES, given, walk_all, walk_program
 from mtx.certify.walk import Walk
+from mtx.config import Layout
 from mtx.presets import preset
 
 MESH = AbstractMesh((3, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -80,6 +82,13 @@ RIGHT = {
         [X], P(),
     ),
     "gathered": (lambda x: lax.all_gather(x, "data", axis=0, tiled=True), [X], P()),
+    "rows cut over two axes, gathered over one, then in halves over the other": (
+        lambda x: lax.all_gather(
+            jnp.moveaxis(lax.all_gather(x, "tensor"), 0, 1).reshape(3, 2, 4), "data", axis=1,
+            tiled=True,
+        ),
+        [((3, 24), P(None, ("data", "tensor")))], P(),
+    ),
     "own part of what is whole": (
         lambda scale: lax.psum(
             (lax.dynamic_slice_in_dim(scale, lax.axis_index("tensor") * 2, 2) ** 2).sum(),
@@ -169,6 +178,10 @@ WRONG = {
     "gathered into another dim": (
         lambda x: lax.all_gather(x, "data", axis=1, tiled=True), [X], P(), "data", "into dim 1"
     ),
+    "rows gathered over one axis, and into its dim over the other": (
+        lambda x: lax.all_gather(lax.all_gather(x, "tensor"), "data", axis=0, tiled=True),
+        [((4, 24), P("tensor", "data"))], P(), "data", "into dim 0"
+    ),
     "a partial value gathered": (
         lambda x: lax.all_gather(weight_gradient(x), "data"), [X], P(), "data", "unsummed"
     ),
@@ -257,6 +270,8 @@ def test_random_numbers_differ_where_data_do():
         ((2, 8, 5), (2, 1, 8, 5), {0: (0,), 1: (1, 2), 2: (3,)}),  # heads in one group
         ((2, 1, 8, 5), (2, 8, 5), {0: (0,), 2: (1,), 3: (2,)}),
         ((2, 8, 5), (2, 8, 1, 5), {0: (0,), 1: (1,), 2: (2, 3)}),
+        ((2, 1, 8, 5), (2, 1, 1, 8, 5), {0: (0,), 1: (1, 2), 2: (3,), 3: (4,)}),  # one head
+        ((2, 1, 1, 8, 5), (2, 1, 8, 5), {0: (0,), 2: (1,), 3: (2,), 4: (3,)}),
         ((6, 1), (2, 3, 1), {0: (0, 1), 1: (2,)}),
         ((), (1, 1), {}),
     ],
@@ -287,6 +302,32 @@ def test_steps_at_full_size_have_no_finding(name, devices, layout, quick_orders)
     assert [str(each) for each in walked.findings] == []
     assert not walked.unknown and not walked.untold
     assert bool(walked.mixed) == (layout.get("weave") == "on")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layout"),
+    [
+        ("granite-4-small", {}, {"context": 2, "tensor": 2}),  # both axes cut sequences
+        ("nemotron-h-8b", {}, {"context": 2, "tensor": 4}),
+        (
+            "bamba-9b",
+            {},
+            {"pipe": 2, "virtual": 2, "tensor": 2, "context": 2, "context_attention": "gather"},
+        ),
+        (
+            "granite-4-small",
+            {"aux": "sequence"},
+            {"tensor": 2, "expert_tensor": False, "expert_dispatch": "gathered"},
+        ),
+        ("llama-3-8b", {}, {"context": 2, "tensor": 8}),  # one head a device
+        ("gpt-oss-20b", {}, {"tensor": 8}),
+        ("llava-1.5-7b", {}, {"pipe": 2, "tensor": 2, "recompute": "full"}),  # frozen layers
+    ],
+)
+def test_steps_of_small_models_have_no_finding(name, changes, layout):
+    run = preset(name)
+    walked = walk_all(small_run(run, small_model(run.model, **changes), Layout(**layout), 16))
+    assert [str(each) for each in walked.findings] == [] and not walked.unknown
 
 
 # -- values typed `same` are the same --------------------------------------------------------------

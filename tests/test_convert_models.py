@@ -33,7 +33,10 @@ from mtx.errors import UserError
 from mtx.huggingface import is_of_layers
 from mtx.step.trainer import Trainer
 
-MIXTURES = hugging.mixtral, hugging.qwen3_moe, hugging.deepseek_v3, hugging.gpt_oss
+MIXTURES = (
+    hugging.mixtral, hugging.qwen3_moe, hugging.deepseek_v3, hugging.gpt_oss,
+    hugging.granitemoehybrid,
+)  # fmt: skip
 MODELS = {
     "gpt2": gpt2(),
     "gpt2 untied": gpt2(tie_word_embeddings=False, activation_function="gelu"),
@@ -76,6 +79,9 @@ MODELS = {
         num_hidden_layers=1,
     ),
     "granite": granite(),
+    "granite hybrid without experts, with rotary positions": hugging.granitemoehybrid(
+        experts=0, position_embedding_type="rope", rope_theta=5e5
+    ),
     "granite untied, with the defaults of transformers": llama("granite"),
     **{make.__name__: make() for make in MIXTURES},
 }  # fmt: skip
@@ -391,6 +397,11 @@ REFUSED = [  # what the error names; by default the field that is changed
     (gemma2, {"attn_logit_softcapping": "50"}, []),
     (gemma2, {"final_logit_softcapping": 0.0}, []),
     (gemma2, {"head_dim": None}, []),
+    (hugging.granitemoehybrid, {"layer_types": ["mamba", "attention"]}, ["attention"]),
+    (hugging.granitemoehybrid, {"layer_types": ["mamba", "mlp", "mamba"]}, ["attention"]),
+    (hugging.granitemoehybrid, {"position_embedding_type": "alibi"}, ["rope"]),
+    (hugging.granitemoehybrid, {"num_local_experts": -1}, []),
+    (hugging.granitemoehybrid, {"mamba_proj_bias": True}, [False]),
     (granite, {"mlp_bias": True}, [False]),
     (granite, {"residual_multiplier": 0.0}, ["residual_scale=0.0"]),
     (granite, {"logits_scaling": None}, []),

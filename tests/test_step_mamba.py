@@ -12,6 +12,7 @@ import pytest
 import reference
 import reference_mamba
 from errors import names
+from reference_experts import Rules as Experts
 from test_step_families import packed
 
 import mtx
@@ -34,6 +35,17 @@ HYBRID = ModelConfig(
 )  # fmt: skip
 PURE = ModelConfig(family="mamba2", layers=4, ssm_groups=1, **SIZES)
 BAMBA = ModelConfig(family="bamba", layers=4, kv_heads=2, ssm_heads=8, **SIZES)
+GRANITE = ModelConfig(
+    family="granite_hybrid", layers=4, pattern="M*", kv_heads=2, ssm_heads=8, ffn=24, experts=8,
+    choices=3, expert_ffn=16, aux="sequence", aux_weight=0.2, embedding_scale=5.0,
+    attention_scale=0.2, residual_scale=0.22, logit_divisor=3.0, **SIZES,
+)  # fmt: skip
+DENSE = replace(GRANITE, experts=0, aux="batch", aux_weight=0.001)
+OF_GRANITE = reference_mamba.Rules(
+    embedding=5.0, attention=0.2, residual=0.22, logits=1 / 3,
+    experts=Experts(choices=3, aux="sequence", aux_weight=0.2),
+)  # fmt: skip
+RULES = {GRANITE: OF_GRANITE, DENSE: OF_GRANITE._replace(experts=None)}
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -100,7 +112,10 @@ def wanted(model, documents):
     given = {"segments": np.zeros_like(batch["tokens"])} | batch
     given = {name: given[name] for name in ("tokens", "targets", "weights", "segments")}
     pattern = model.stack().pattern
-    found = reference_mamba.loss_and_gradients(params_of(model), given, pattern, model.least_dt)
+    rules = RULES.get(model, reference_mamba.HYBRID)
+    found = reference_mamba.loss_and_gradients(
+        params_of(model), given, pattern, model.least_dt, rules
+    )
     return batch, jax.device_get(found)
 
 
@@ -112,6 +127,10 @@ def wanted(model, documents):
         (HYBRID, Layout(context=2, tensor=4, sequence_parallel=False), True),  # half a group each
         (PURE, Layout(pipe=2, context=2, tensor=2, schedule="zb_h1"), False),
         (PURE, Layout(context=4, data=2, zero=3, recompute="selective"), True),
+        (GRANITE, Layout(expert=2, pipe=2, virtual=2, tensor=2, recompute="full"), True),
+        (GRANITE, Layout(expert=2, context=2, pipe=2, weave="on", idle="phases"), False),
+        (GRANITE, Layout(expert=4, data=2, zero=3, schedule="1f1b", microbatch=1), False),
+        (DENSE, Layout(data=2, pipe=2, tensor=2, schedule="zb_h1"), False),
     ],
 )
 def test_models_equal_the_reference(model, layout, documents):
@@ -144,6 +163,7 @@ def test_a_hybrid_trains_as_on_one_device():
     [
         (HYBRID, {"data": 2, "pipe": 2, "virtual": 2, "tensor": 2}),
         (BAMBA, {"context": 2, "tensor": 2}),
+        (GRANITE, {"expert": 2, "pipe": 2, "tensor": 2}),
     ],
 )
 def test_texts_go_on_from_states(model, layout):

@@ -70,7 +70,7 @@ def _as_shape(kind: Kind, before: Sequence[int], after: Sequence[int]) -> Kind:
                 if first < high and low < last:
                     dims.add(to)
                 if first < high and low < last and (first < low or high < last):
-                    within.add((to, max(low // first, 1), min(high, last) // first))
+                    within.add((to, max(low // first, 1), -(-min(high, last) // first)))
     return different(dims, within)
 
 
@@ -83,16 +83,16 @@ def _strides(kind: Kind, shape: Sequence[int], group: Sequence[int], dim: int):
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> Places:
     """Where a reshape puts dims. Those of size 1 go to dims of size 1 between the same others,
-    matched from the last to the first; a new one between others is a part of the dim after it, as
-    when heads are grouped."""
+    matched from the last to the first; a new one between others is a part of the first of those, or
+    if there are none of the dim after it, as when heads are grouped."""
     groups = _groups(before, after)
     places: Places = {dim: tuple(new) for old, new in groups for dim in old}
     between = zip(_between(before, groups, 0), _between(after, groups, 1))
     for n, (one, two) in enumerate(between):
         places |= {dim: (new,) for dim, new in zip(reversed(one), reversed(two))}
-        if 0 < n < len(groups):
-            new = tuple(two[: len(two) - len(one)])
-            places |= {dim: (*new, *places[dim]) for dim in groups[n - 1][0]}
+        new = tuple(two[: max(0, len(two) - len(one))])
+        if new and 0 < n < len(groups):
+            places |= {dim: (*new, *places[dim]) for dim in one[:1] or groups[n - 1][0]}
     return places
 
 

@@ -105,7 +105,7 @@ def reduce_scatter(walk: Walk, eqn: Any, inputs: Values) -> Values:
 def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
     (value,), dim, tiled = inputs, eqn.params["all_gather_dimension"], eqn.params["tiled"]
     if (of_group := _in_groups(walk, eqn, value, ())) is not None:
-        return [of_group if tiled else _with_dim(of_group, dim)]
+        return [of_group if tiled else _with_dim(of_group, dim, frozenset())]
     along = list(_along(walk, eqn, value))
     for _, axis, kind in along:
         if kind.name == "same":
@@ -115,7 +115,8 @@ def all_gather(walk: Walk, eqn: Any, inputs: Values) -> Values:
         elif tiled and kind.dims and dim not in kind.dims:
             walk.report(eqn, axis, f"a gather into dim {dim} of what is {kind}")
     gathered = {place: kind if kind.name in ("zero", "mixed") else SAME for place, _, kind in along}
-    value = value if tiled else _with_dim(value, dim)
+    if not tiled:
+        value = _with_dim(value, dim, frozenset().union(*(kind.dims for _, _, kind in along)))
     return [_with(value, gathered)]
 
 
@@ -160,9 +161,13 @@ def _without(value: Value, dim: int) -> Value:
     return value._replace(kinds=tuple(map(kind, value.kinds)))
 
 
-def _with_dim(value: Value, dim: int) -> Value:
+def _with_dim(value: Value, dim: int, split: frozenset[int]) -> Value:
+    """The value with a new dim, of the devices that shards were gathered from: with the dims
+    `split`, those of the shards. Other axes that have shards of these have shards of both."""
+
     def kind(of: Kind) -> Kind:
-        return different(d + (d >= dim) for d in of.dims) if of.dims else of
+        dims = {d + (d >= dim) for d in of.dims}
+        return different(dims | ({dim} if of.dims & split else set())) if dims else of
 
     return value._replace(kinds=tuple(map(kind, value.kinds)))
 

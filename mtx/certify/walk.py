@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from mtx.certify.kinds import DIFFERENT, SAME, ZERO, Kind, Value, different, either_value
 from mtx.pipeline.nodes import BEHIND
@@ -56,6 +57,7 @@ class Walk:
     _within: list = field(default_factory=list)  # equations whose programs are being walked
     _quiet: int = 0
     _known: dict = field(default_factory=dict)
+    _read_alone: dict = field(default_factory=dict)  # programs as they are, and without the unread
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -94,6 +96,14 @@ class Walk:
         outputs = [self._read(known, atom) for atom in body.outvars]
         self._known[key] = body, outputs  # the body is kept: ids are those of living objects
         return outputs
+
+    def without_unread(self, program: Any) -> Any:
+        """A closed jaxpr without what nothing in it reads, as XLA leaves it out; for bodies of
+        `while`, which JAX leaves as they are if it does so for the program around them."""
+        if id(program) not in self._read_alone:
+            body, _ = dce_jaxpr(program.jaxpr, [True] * len(program.out_avals), instantiate=True)
+            self._read_alone[id(program)] = program, program.replace(jaxpr=body)
+        return self._read_alone[id(program)][1]
 
     def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -199,7 +209,7 @@ def _counts(eqn: Any) -> tuple[int, int]:
 def while_loop(walk: Walk, eqn: Any, inputs: list[Value]) -> list[Value]:
     of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     for_test, given, start = _cut(inputs, of_test, of_body)
-    test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    test, body = eqn.params["cond_jaxpr"], walk.without_unread(eqn.params["body_jaxpr"])
     unchanged = [out is into for out, into in zip(body.jaxpr.outvars, body.jaxpr.invars[of_body:])]
 
     def chosen(carry: list[Value]) -> frozenset[str]:

@@ -27,11 +27,13 @@ class Granite(Llama):
         if self.attention_scale is not None:
             require_above(self, 0, "attention_scale")
 
-    def kind(self, **others: Any):
+    def attention(self, **others: Any):
         from mtx.layers.attend import Scores
 
-        kind = super().kind(scores=Scores(scale=self.attention_scale), **others)
-        return replace(kind, residual_scale=self.residual_scale)
+        return super().attention(scores=Scores(scale=self.attention_scale), **others)
+
+    def kind(self, **others: Any):
+        return replace(super().kind(**others), residual_scale=self.residual_scale)
 
     def edges(self) -> dict[str, Any]:
         edges = super().edges()
@@ -45,33 +47,32 @@ CONFIG = Granite
 
 # -- Hugging Face ----------------------------------------------------------------------------------
 
-_FACTORS = {
+FACTORS = {
     "embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
     "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
 }  # fmt: skip
 
 
-def _to_model(fields: Fields) -> Json:
-    factors = {ours: fields.number(theirs) for ours, theirs in _FACTORS.items()}
-    return silu_to_model(fields) | factors
+def factors_to_model(fields: Fields) -> Json:
+    return {ours: fields.number(theirs) for ours, theirs in FACTORS.items()}
 
 
-def _to_config(model: Granite) -> Json:
-    factors = {theirs: getattr(model, ours) for ours, theirs in _FACTORS.items()}
+def factors_to_config(model: Granite) -> Json:
+    factors = {theirs: getattr(model, ours) for ours, theirs in FACTORS.items()}
     if model.attention_scale is None:
         factors["attention_multiplier"] = model.head_size**-0.5
-    return to_config(model) | factors
+    return factors
 
 
 HUGGING_FACE = (
     HuggingFace(
         model_type="granite",
         architecture="GraniteForCausalLM",
-        defaults=DEFAULTS | dict.fromkeys(_FACTORS.values(), 1.0),
+        defaults=DEFAULTS | dict.fromkeys(FACTORS.values(), 1.0),
         fixed={"attention_bias": False, "mlp_bias": False},
         fields=FIELDS,
-        to_model=_to_model,
-        to_config=_to_config,
+        to_model=lambda fields: silu_to_model(fields) | factors_to_model(fields),
+        to_config=lambda model: to_config(model) | factors_to_config(model),
         names=names(),
     ),
 )  # fmt: skip

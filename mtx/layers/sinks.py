@@ -27,4 +27,4 @@ def sinks_gradient(sinks_h, logsumexp_BhS, along_BhS):
 
 def by_heads(sinks_h, like_BhS):
     """[h, 1] or [g, R, 1], float32"""
-    return sinks_h.astype(jnp.float32).reshape(*like_BhS.shape[1:-1], 1)
+    return sinks_h.astype(jnp.float32).reshape(like_BhS.shape[1:-1])[..., None]

@@ -179,6 +179,11 @@ _exchange.defvjp(
 )
 
 
+def _sum_of_own(x, axes: tuple[str, ...]):
+    """This device's part of x along the first dim, summed over all devices."""
+    return lax.psum_scatter(x.reshape(lax.axis_size(axes), -1, *x.shape[1:]), axes)
+
+
 @custom_vjp(1)
 def _gather(x, axes: tuple[str, ...]):
     """Forward: all-gather along the first dim. Backward: reduce-scatter."""
@@ -187,14 +192,14 @@ def _gather(x, axes: tuple[str, ...]):
 
 _gather.defvjp(
     lambda x, axes: (_gather(x, axes), None),
-    lambda axes, _, d: (lax.psum_scatter(d, axes, scatter_dimension=0, tiled=True),),
+    lambda axes, _, d: (_sum_of_own(d, axes),),
 )
 
 
 @custom_vjp(1)
 def _scatter(x, axes: tuple[str, ...]):
     """Forward: reduce-scatter along the first dim. Backward: all-gather."""
-    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+    return _sum_of_own(x, axes)
 
 
 _scatter.defvjp(

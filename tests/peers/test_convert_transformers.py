@@ -118,9 +118,20 @@ def bamba(**others):
     ) | others)  # fmt: skip
 
 
-GRANITE = {
+def granite_hybrid(**others):
+    """With six experts or, where told so, none."""
+    layers = ["mamba", "attention", "mamba", "mamba", "attention"]
+    return hybrid("GraniteMoeHybrid", **dict(
+        layer_types=layers, hidden_size=48, num_hidden_layers=5, num_attention_heads=12,
+        num_key_value_heads=2, intermediate_size=20, shared_intermediate_size=44,
+        num_local_experts=6, num_experts_per_tok=3, mamba_n_heads=12, mamba_d_state=5,
+        mamba_chunk_size=6, **FACTORS,
+    ) | others)  # fmt: skip
+
+
+FACTORS = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.6,
-    "logits_scaling": 1.7, "tie_word_embeddings": True, "sliding_window": None,
+    "logits_scaling": 1.7, "tie_word_embeddings": True,
 }  # fmt: skip
 GEMMA2 = {"query_pre_attn_scalar": 17, "attn_logit_softcapping": 0.7}
 WINDOWED = {
@@ -130,8 +141,9 @@ WINDOWED = {
     ),
     "qwen3": lambda **c: windowed("Qwen3", use_sliding_window=True, max_window_layers=3, **c),
     "gemma2": lambda **c: windowed("Gemma2", final_logit_softcapping=0.9, **GEMMA2, **c),
-    "granite": lambda **c: windowed("Granite", **GRANITE, **c),
+    "granite": lambda **c: windowed("Granite", sliding_window=None, **FACTORS, **c),
     "mamba2": mamba2, "nemotron_h": nemotron_h, "bamba": bamba,
+    "granite_hybrid": granite_hybrid,
 }  # fmt: skip
 SMALL = {
     "gpt2": gpt2,
@@ -159,6 +171,9 @@ SMALL = {
         tie_word_embeddings=True, time_step_limit=(0.05, float("inf"))
     ),
     "nemotron_h, steps of some length": lambda: nemotron_h(time_step_min=0.05),
+    "granite_hybrid, no experts, rotary": lambda: granite_hybrid(
+        num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=False
+    ),
     **WINDOWED,
 }  # fmt: skip
 REAL = {
