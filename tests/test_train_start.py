@@ -295,6 +295,7 @@ MISTAKES = {
     "llama --data.path text.txt --model.vocab 9999": "model.vocab=9999 must be 272, as llama",
     "llama --data.path text.txt --out llama": "out=llama is the model that the run goes on from",
     "llama --data.path text.txt --data.tokenizer gone": "cannot read the tokenizer gone",
+    "llama --data.path text.txt --lora.rank 4": "llama/config.json has it; adapters of a trained",
     "llama --data.path text.txt --stepps 3": "unknown option --stepps: did you mean --steps?",
     "mute --data.path text.txt": "mute has no tokenizer; name the model's --data.tokenizer",
     "falcon --data.path text.txt": "falcon/config.json: unknown model_type 'falcon': known are",

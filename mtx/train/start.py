@@ -195,9 +195,13 @@ class FromModel:
         for name, value in vars(replace(theirs, **free)).items():
             if getattr(ours, name) != value:
                 least = "at most " if name == "sequence" and not theirs.sequence_is_fixed else ""
+                adapters = (
+                    "; adapters of a trained model are for mtx finetune --task chat"
+                    if name.startswith("lora") else ""
+                )  # fmt: skip
                 raise UserError(
                     f"model.{name}={getattr(ours, name)} must be {least}{value}, as "
-                    f"{self._source / CONFIG} has it"
+                    f"{self._source / CONFIG} has it{adapters}"
                 )
 
     def prepare(self, run: RunConfig, given: Collection[str], *, report: Report) -> RunConfig:
