@@ -399,6 +399,8 @@ REFUSED = [  # what the error names; by default the field that is changed
     (gemma2, {"head_dim": None}, []),
     (hugging.granitemoehybrid, {"layer_types": ["mamba", "attention"]}, ["attention"]),
     (hugging.granitemoehybrid, {"layer_types": ["mamba", "mlp", "mamba"]}, ["attention"]),
+    (hugging.granitemoehybrid, {"layer_types": 3}, ["attention"]),
+    (hugging.granitemoehybrid, {"mamba_d_head": "large"}, ["ssm_head_dim"]),
     (hugging.granitemoehybrid, {"position_embedding_type": "alibi"}, ["rope"]),
     (hugging.granitemoehybrid, {"num_local_experts": -1}, []),
     (hugging.granitemoehybrid, {"mamba_proj_bias": True}, [False]),

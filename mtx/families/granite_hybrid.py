@@ -74,7 +74,8 @@ def _pattern(fields: Fields) -> str:
     name = "layer_types" if "layer_types" in fields else "layers_block_type"
     layers = fields.whole("num_hidden_layers")
     found = fields.get(name) or ["mamba"] * layers
-    if len(found) != layers or not set(map(str, found)) <= set(_TYPES):
+    named = isinstance(found, list) and set(map(str, found)) <= set(_TYPES)
+    if not named or len(found) != layers:
         raise fields.refused(name, f"one of {', '.join(_TYPES)} for each of {layers} layers")
     return "".join(_TYPES[each] for each in found)
 
