@@ -14,7 +14,7 @@ from mtx.families.mamba2 import NO_LIMIT, least_step, mixer_names
 from mtx.families.mixtral import Mixtral
 from mtx.families.nemotron_h import ATTENTION, MIXER, NemotronH
 from mtx.fields import Between
-from mtx.huggingface import Fields, HuggingFace, Json, Weight, ffn_field
+from mtx.huggingface import Fields, Form, HuggingFace, Json, Weight, ffn_field
 
 Positions = Literal["none", "rotary"]
 
@@ -119,7 +119,7 @@ def _to_config(model: GraniteHybrid) -> Json:
     }  # fmt: skip
 
 
-def _linear(leaf: str, name: str, form="linear") -> Weight:
+def _linear(leaf: str, name: str, form: Form = "linear") -> Weight:
     return Weight(leaf, (f"{name}.weight",), form)
 
 
