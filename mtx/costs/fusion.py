@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 _SAME = {
     "reshape", "squeeze", "expand_dims", "transpose", "slice", "dynamic_slice", "copy", "name",
-    "optimization_barrier",
+    "optimization_barrier", "layout_constraint",
 }  # fmt: skip
 
 

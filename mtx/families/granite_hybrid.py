@@ -182,7 +182,6 @@ PRESETS = {
     "granite-4-small": preset(
         _4 | {"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 1536, "ssm_heads": 128,
               "experts": 72, "choices": 10, "expert_ffn": 768, "logit_divisor": 16.0},
-        lr=3e-4, global_batch=1024, data=16, pipe=1, tensor=1, virtual=2, expert=8,
-        microbatch=2, zero=3, zero_unit="layer",
+        lr=3e-4, global_batch=1024, data=8, pipe=2, tensor=1, virtual=2, expert=8,
     ),
 }  # fmt: skip

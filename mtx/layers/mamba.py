@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from mtx.errors import UserError
@@ -219,11 +220,18 @@ class Weights(NamedTuple):
     scale: jax.Array  # [h, K]
 
 
+def _in_own_order(array):
+    """The array, laid out in the order of its dims. XLA:GPU would lay out a whole stash of zx as
+    the matmul wants it that makes the weight's gradient, and copy it between F and B."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
 def mixed(
     config: Mamba, axes: Axes, projected, weights: Weights, segments_BS, before: Kept | None, last_B
 ):
     """(y_BShK, Kept) from zx_BSnhK, bc_BSngN and dt_BSh."""
     zx_BSnhK, bc_BSngN, dt_BSh = projected
+    zx_BSnhK = _in_own_order(zx_BSnhK)
     z_BShK, x_BShK = zx_BSnhK[:, :, 0], zx_BSnhK[:, :, 1]
     spans = Spans(axes=axes, segments_BS=segments_BS)
     x_BpShK, x_after = _convolved(x_BShK, weights.x, before and before.x, last_B, spans)

@@ -25,7 +25,7 @@ from mtx.strand import bind, is_matmul, variables_of
 _SHORT = 5e-6  # collectives that take less are not worth a matmul
 _BRIEF = 3e-6  # passes that take less are not worth a place of their own
 BEHIND = "behind"  # the name of `behind` in JAX's equations
-_SAME = "name", "optimization_barrier"
+_SAME = "name", "optimization_barrier", "layout_constraint"
 _VIEWS = ("reshape", "squeeze", "expand_dims", *_SAME)  # move nothing
 # XLA begins a collective as late as its estimates of what lies beside it allow. It takes a product
 # that reads a weight in place to need no time, and a float32 one in blocked attention up to forty
