@@ -24,7 +24,7 @@ from mtx.optimizers import optimizer_module
 from mtx.plan import moments
 from mtx.plan.attention import Backend, kernel_of
 from mtx.plan.choose import context_attention, schedule_for, with_zero, zero_unit
-from mtx.plan.held import Held, elements_held, parameters_held, parameters_of, places
+from mtx.plan.held import Held, elements_held, parameters_held, parameters_of, places, twice_held
 from mtx.plan.slots import slots_of
 
 Zero = Literal[0, 1, 3]  # a layout may have 1 or 3
@@ -79,9 +79,9 @@ def predict_memory(
     parameters, gradients, gathered = _weights_bytes(model, layout, held, trained, zero)
     if not by_layer:
         parameters, gradients = parameters + gathered[0], gradients + gathered[1]
-    if with_zero(layout, zero).by_windows(model):
-        # A chunk's gradients again, end to end, when its parameters are no longer needed.
+    if with_zero(layout, zero).by_windows(model):  # a chunk's, again, once its parameters are read
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
+    gradients += 4 * twice_held(model, layout)
     if layout.pipe == layout.virtual == microbatches * layout.slices == 1:
         if layout.stash == "residuals" and not waiting:
             of_layers = 4 * (trained.layers_shard if zero == 3 else trained.layers)
