@@ -23,7 +23,8 @@ from mtx.sizes import Interval, Step
 Json = dict[str, Any]
 Shape = tuple[int, ...]
 # Of a tensor. vector: flat. table: like our array. conv1d: [inputs, outputs], a layer of GPT-2.
-# linear: [outputs, inputs], a layer of torch. depthwise: [channels, 1, width], a convolution.
+# linear: [outputs, inputs], a layer of torch. linears: one for each expert, [E, outputs, inputs].
+# depthwise: [channels, 1, width], a convolution.
 # neighbours: its last dim is our last two, swapped. convolution: its first dim is our last.
 Form = Literal[
     "vector", "table", "conv1d", "linear", "linears", "depthwise", "neighbours", "convolution"

@@ -57,6 +57,40 @@ CONFIG = Bamba
 # -- Hugging Face ----------------------------------------------------------------------------------
 
 
+MIXER_DEFAULTS: Json = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 256,
+}  # fmt: skip
+MIXER_FIELDS = {
+    "ssm_heads": "mamba_n_heads", "ssm_state": "mamba_d_state", "ssm_groups": "mamba_n_groups",
+    "ssm_chunk": "mamba_chunk_size", "conv_width": "mamba_d_conv",
+}  # fmt: skip
+
+
+def mixer_to_model(fields: Fields) -> Json:
+    """The fields of a mixer besides MIXER_FIELDS."""
+    size = fields.get("mamba_d_head", "auto")
+    if size == "auto":
+        inner = fields.whole("mamba_expand") * fields.whole("hidden_size")
+        size = inner // fields.whole("mamba_n_heads")
+    return {"ssm_head_dim": size, "least_dt": least_step(fields)}
+
+
+def mixer_to_config(model: NemotronH) -> Json:
+    """The values that `mixer_to_model` reads."""
+    return {
+        "mamba_d_head": model.ssm_head_dim,
+        "mamba_expand": model.ssm_heads * model.ssm_head_dim // model.hidden,
+        "time_step_limit": [model.least_dt, NO_LIMIT],
+    }  # fmt: skip
+
+
+def has_config(model: NemotronH) -> bool:
+    """Whether config.json can say the sizes of the model's heads."""
+    expands = model.ssm_heads * model.ssm_head_dim % model.hidden == 0
+    return expands and model.head_dim in (None, model.hidden // model.heads)
+
+
 def _to_model(fields: Fields) -> Json:
     fields.require("hidden_act", "silu", "swish")
     rotary = fields.table("rope_parameters") or fields
@@ -64,14 +98,10 @@ def _to_model(fields: Fields) -> Json:
     rotary.require("partial_rotary_factor", None, _TURNED)
     layers = fields.whole("num_hidden_layers")
     attention = set(fields.get("attn_layer_indices") or ())
-    heads = fields.whole("mamba_n_heads")
-    size = fields.get("mamba_d_head", "auto")
-    if size == "auto":
-        size = fields.whole("mamba_expand") * fields.whole("hidden_size") // heads
     return {
         "pattern": "".join(ATTENTION if n in attention else MIXER for n in range(layers)),
-        "kv_heads": fields.whole("num_key_value_heads"), "ssm_head_dim": size,
-        "rotary_base": rotary.number("rope_theta"), "least_dt": least_step(fields),
+        "kv_heads": fields.whole("num_key_value_heads"),
+        "rotary_base": rotary.number("rope_theta"), **mixer_to_model(fields),
         **ffn_field(fields, "intermediate_size", "hidden_size"),
     }  # fmt: skip
 
@@ -82,10 +112,8 @@ def _to_config(model: Bamba) -> Json:
     return {
         "attn_layer_indices": attention, "num_key_value_heads": model.groups,
         "intermediate_size": model.ffn_hidden, "hidden_act": "silu",
-        "mamba_d_head": model.ssm_head_dim,
-        "mamba_expand": model.ssm_heads * model.ssm_head_dim // model.hidden,
         "rope_parameters": {"rope_type": "default", **rotary}, **rotary,
-        "time_step_limit": [model.least_dt, NO_LIMIT],
+        **mixer_to_config(model),
     }  # fmt: skip
 
 
@@ -93,26 +121,22 @@ HUGGING_FACE = (
     HuggingFace(
         model_type="bamba",
         architecture="BambaForCausalLM",
-        defaults={
+        defaults=MIXER_DEFAULTS | {
             "vocab_size": 128000, "tie_word_embeddings": False, "hidden_size": 4096,
             "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "hidden_act": "silu", "initializer_range": 0.02,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "attention_dropout": 0.0,
-            "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
-            "mamba_expand": 2, "mamba_chunk_size": 256, "rope_theta": 10000.0,
+            "rope_theta": 10000.0,
         },
         fixed={
             "attention_bias": False, "mlp_bias": False, "mamba_conv_bias": True,
             "mamba_proj_bias": False, "z_loss_coefficient": 0.0,
         },
-        fields={
+        fields=MIXER_FIELDS | {
             "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
             "sequence": "max_position_embeddings", "vocab": "vocab_size",
             "tied": "tie_word_embeddings", "attention_dropout": "attention_dropout",
             "init_std": "initializer_range", "norm_epsilon": "rms_norm_eps",
-            "ssm_heads": "mamba_n_heads", "ssm_state": "mamba_d_state",
-            "ssm_groups": "mamba_n_groups", "ssm_chunk": "mamba_chunk_size",
-            "conv_width": "mamba_d_conv",
         },
         to_model=_to_model,
         to_config=_to_config,
@@ -144,8 +168,7 @@ HUGGING_FACE = (
             ),
             twins={"lm_head.weight": "embed_tokens.weight"},
         ),
-        has=lambda model: model.head_dim in (None, model.hidden // model.heads)
-        and model.ssm_heads * model.ssm_head_dim % model.hidden == 0,
+        has=has_config,
     ),
 )  # fmt: skip
 

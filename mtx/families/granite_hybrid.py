@@ -7,10 +7,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from mtx.families.bamba import (
+    MIXER_DEFAULTS,
+    MIXER_FIELDS,
+    has_config,
+    mixer_to_config,
+    mixer_to_model,
+)
 from mtx.families.granite import FACTORS, Granite, factors_to_config, factors_to_model
 from mtx.families.llama import DEFAULTS, FIELDS, Llama, names, preset, rotary_fields
 from mtx.families.llama import to_config as llama_to_config
-from mtx.families.mamba2 import NO_LIMIT, least_step, mixer_names
+from mtx.families.mamba2 import mixer_names
 from mtx.families.mixtral import Mixtral
 from mtx.families.nemotron_h import ATTENTION, MIXER, NemotronH
 from mtx.fields import Between
@@ -84,8 +91,6 @@ def _to_model(fields: Fields) -> Json:
     fields.require("hidden_act", "silu", "swish")
     fields.require("position_embedding_type", None, *_POSITIONS.values())
     positions = "rotary" if fields.get("position_embedding_type") == "rope" else "none"
-    hidden, heads = fields.whole("hidden_size"), fields.whole("mamba_n_heads")
-    size = fields.get("mamba_d_head", "auto")
     given = "num_key_value_heads" in fields
     groups = fields.whole("num_key_value_heads" if given else "num_attention_heads")
     experts = fields.whole("num_local_experts", least=0) if "num_local_experts" in fields else 0
@@ -96,9 +101,7 @@ def _to_model(fields: Fields) -> Json:
     }  # fmt: skip
     return {
         "pattern": _pattern(fields), "positions": positions, "kv_heads": groups,
-        "ssm_head_dim": fields.whole("mamba_expand") * hidden // heads if size == "auto" else size,
-        "least_dt": least_step(fields),
-        **ffn_field(fields, "shared_intermediate_size", "hidden_size"),
+        **mixer_to_model(fields), **ffn_field(fields, "shared_intermediate_size", "hidden_size"),
         **(of_experts if experts else {}), **factors_to_model(fields),
         **(rotary_fields(fields) if positions == "rotary" else {}),
     }  # fmt: skip
@@ -113,9 +116,7 @@ def _to_config(model: GraniteHybrid) -> Json:
         "num_key_value_heads": model.groups, "hidden_act": "silu",
         "num_local_experts": model.experts, "num_experts_per_tok": model.choices,
         "router_aux_loss_coef": model.aux_weight, "intermediate_size": model.expert_width,
-        "shared_intermediate_size": model.ffn_hidden, "mamba_d_head": model.ssm_head_dim,
-        "mamba_expand": model.ssm_heads * model.ssm_head_dim // model.hidden,
-        "time_step_limit": [model.least_dt, NO_LIMIT],
+        "shared_intermediate_size": model.ffn_hidden, **mixer_to_config(model),
     }  # fmt: skip
 
 
@@ -145,22 +146,16 @@ HUGGING_FACE = (
     HuggingFace(
         model_type="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
-        defaults=DEFAULTS | dict.fromkeys(FACTORS.values(), 1.0) | {
+        defaults=DEFAULTS | MIXER_DEFAULTS | dict.fromkeys(FACTORS.values(), 1.0) | {
             "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
-            "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1,
-            "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256,
+            "shared_intermediate_size": 1024,
         },
         fixed={"attention_bias": False, "mamba_conv_bias": True, "mamba_proj_bias": False},
-        fields=FIELDS | {
-            "ssm_heads": "mamba_n_heads", "ssm_state": "mamba_d_state",
-            "ssm_groups": "mamba_n_groups", "ssm_chunk": "mamba_chunk_size",
-            "conv_width": "mamba_d_conv",
-        },
+        fields=FIELDS | MIXER_FIELDS,
         to_model=_to_model,
         to_config=_to_config,
         names=_NAMES,
-        has=lambda model: model.head_dim in (None, model.hidden // model.heads)
-        and model.ssm_heads * model.ssm_head_dim % model.hidden == 0,
+        has=has_config,
     ),
 )  # fmt: skip
 

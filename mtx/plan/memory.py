@@ -81,7 +81,7 @@ def predict_memory(
         parameters, gradients = parameters + gathered[0], gradients + gathered[1]
     if with_zero(layout, zero).by_windows(model):  # a chunk's, again, once its parameters are read
         gradients += max(0, 4 - ITEM_BYTES[model.compute_dtype]) * held.chunk
-    gradients += 4 * twice_held(model, layout)
+    gradients += 4 * twice_held(model, layout) if zero < 3 else 0
     if layout.pipe == layout.virtual == microbatches * layout.slices == 1:
         if layout.stash == "residuals" and not waiting:
             of_layers = 4 * (trained.layers_shard if zero == 3 else trained.layers)
