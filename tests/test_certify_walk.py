@@ -110,6 +110,12 @@ RIGHT = {
     "a buffer of several kinds": (
         lambda w, scale: jnp.concatenate([w.ravel(), scale])[32:40], [W, SCALE], P()
     ),
+    "what nothing reads, tied to what is read": (
+        lambda x, scale: lax.optimization_barrier(
+            (lax.psum(x.sum(), "data"), lax.all_gather(scale, "tensor"))
+        )[0],
+        [X, SCALE], P(),
+    ),
     "a queue's own counts": (
         lambda x: lax.psum(
             jnp.where(jnp.arange(4) < (x > 0).sum(), x[0, 0], 0).sum(), "data"

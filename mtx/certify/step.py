@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from mtx.certify import arrays, collectives, elementwise
 from mtx.certify.cases import ways_to_weave
 from mtx.certify.kinds import DIFFERENT, SAME, Kind, Value, different
-from mtx.certify.walk import Finding, Walk
+from mtx.certify.walk import Finding, Walk, without_unread
 from mtx.config import RunConfig
 from mtx.sharding.axes import MESH
 from mtx.step.trainer import Trainer
@@ -101,10 +100,7 @@ def walk_program(traced: Any) -> Walked:
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
         walk = Walk(sizes=sizes, rules=RULES, stages=_STAGES)
         inputs = [given(spec, sizes) for spec in eqn.params["in_specs"]]
-        # Without what nothing reads, as XLA leaves it out: a frozen layer's backward pass.
-        body = eqn.params["jaxpr"]
-        body, _ = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
-        values = walk.run(body, inputs)
+        values = walk.run(without_unread(eqn.params["jaxpr"]), inputs)
         outputs = list(zip(values, eqn.params["out_specs"], strict=True))
         for name, each in zip(names, outputs, strict=True):
             _check_output(walk, name, *each)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.lax.lax import optimization_barrier_p
 from jax.extend.core import Literal
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr, dce_rules
 
 from mtx.certify.kinds import DIFFERENT, SAME, ZERO, Kind, Value, different, either_value
 from mtx.pipeline.nodes import BEHIND
@@ -97,11 +98,10 @@ class Walk:
         self._known[key] = body, outputs  # the body is kept: ids are those of living objects
         return outputs
 
-    def without_unread(self, program: Any) -> Any:
-        """A closed jaxpr without what nothing in it reads, as XLA leaves it out; for bodies of
-        `while`, which JAX leaves as they are if it does so for the program around them."""
+    def body_of_while(self, program: Any) -> Any:
+        """`without_unread` of a closed jaxpr; of the program around it, JAX leaves it as it is."""
         if id(program) not in self._read_alone:
-            body, _ = dce_jaxpr(program.jaxpr, [True] * len(program.out_avals), instantiate=True)
+            body = without_unread(program.jaxpr)
             self._read_alone[id(program)] = program, program.replace(jaxpr=body)
         return self._read_alone[id(program)][1]
 
@@ -184,6 +184,29 @@ class Walk:
         return carry
 
 
+def without_unread(jaxpr: Any) -> Any:
+    """A jaxpr without what nothing reads, as XLA leaves it out: a frozen layer's backward pass,
+    even where barriers tie it to what is read."""
+    other = dce_rules.get(optimization_barrier_p)
+    dce_rules[optimization_barrier_p] = _without_unread_ties
+    try:
+        return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    finally:
+        del dce_rules[optimization_barrier_p]
+        dce_rules.update({} if other is None else {optimization_barrier_p: other})
+
+
+def _without_unread_ties(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """JAX's rule for a barrier: (which inputs are read, the barrier of these alone, or None)."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    read = {
+        name: [var for var, is_read in zip(getattr(eqn, name), used, strict=True) if is_read]
+        for name in ("invars", "outvars")
+    }
+    return used, eqn.replace(**read)
+
+
 def scan(walk: Walk, eqn: Any, inputs: list[Value]) -> list[Value]:
     consts, carried = _counts(eqn)
     given, start, rows = _cut(inputs, consts, carried)
@@ -209,7 +232,7 @@ def _counts(eqn: Any) -> tuple[int, int]:
 def while_loop(walk: Walk, eqn: Any, inputs: list[Value]) -> list[Value]:
     of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     for_test, given, start = _cut(inputs, of_test, of_body)
-    test, body = eqn.params["cond_jaxpr"], walk.without_unread(eqn.params["body_jaxpr"])
+    test, body = eqn.params["cond_jaxpr"], walk.body_of_while(eqn.params["body_jaxpr"])
     unchanged = [out is into for out, into in zip(body.jaxpr.outvars, body.jaxpr.invars[of_body:])]
 
     def chosen(carry: list[Value]) -> frozenset[str]:
