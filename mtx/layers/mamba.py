@@ -220,10 +220,11 @@ class Weights(NamedTuple):
     scale: jax.Array  # [h, K]
 
 
-def _in_own_order(array):
-    """The array, laid out in the order of its dims. XLA:GPU would lay out a whole stash of zx as
-    the matmul wants it that makes the weight's gradient, and copy it between F and B."""
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+def _positions_innermost(zx_BSnhK):
+    """zx, laid out [n, h, K, B, S] in F and B, as the scan reads it. XLA:GPU would lay out a whole
+    stash of it as the matmul wants it that makes the weight's gradient, and copy it between them.
+    """
+    return with_layout_constraint(zx_BSnhK, Layout((2, 3, 4, 0, 1)))
 
 
 def mixed(
@@ -231,7 +232,7 @@ def mixed(
 ):
     """(y_BShK, Kept) from zx_BSnhK, bc_BSngN and dt_BSh."""
     zx_BSnhK, bc_BSngN, dt_BSh = projected
-    zx_BSnhK = _in_own_order(zx_BSnhK)
+    zx_BSnhK = _positions_innermost(zx_BSnhK)
     z_BShK, x_BShK = zx_BSnhK[:, :, 0], zx_BSnhK[:, :, 1]
     spans = Spans(axes=axes, segments_BS=segments_BS)
     x_BpShK, x_after = _convolved(x_BShK, weights.x, before and before.x, last_B, spans)
